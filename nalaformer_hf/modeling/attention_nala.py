@@ -1,0 +1,312 @@
+"""The NaLa layer: projections, short convolution, mixer, output norm, gate, output projection.
+
+Letters in shapes: B batch, T tokens, H heads, D head dim of q and k, V head dim of v, F feature width,
+C channels, R packed sequences.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .cache_nala import NaLaCacheLayer
+from .configuration_nala import NaLaConfig
+from .delta_rule_nala import chunked_delta_rule, step_delta_rule
+from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
+from .linear_attention_nala import chunked_attention, step_attention, widen_tables
+from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
+
+
+class _Tokens(NamedTuple):
+    """What mixer and cache need of a call's tokens, padding leftmost; `inputs`: the convolutions' ones."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_decay: Tensor | None
+    rotary: tuple[Tensor, Tensor] | None
+    inputs: tuple[Tensor, Tensor, Tensor]
+    padding: LeftPadding | None
+
+    def first(self, length: int) -> _Tokens:
+        """The first `length` tokens in the caller's order, without the delta rule's gates."""
+        slots, padding = None, None
+        if self.padding is not None:
+            slots, padding = self.padding.first(length)
+
+        def cut(x: Tensor) -> Tensor:
+            if slots is None:
+                return x[:, :length]
+            return x.take_along_dim(slots.view(*slots.shape, *(1,) * (x.ndim - 2)), dim=1)
+
+        rotary = self.rotary and tuple(map(cut, self.rotary))
+        inputs = tuple(map(cut, self.inputs))
+        return _Tokens(cut(self.q), cut(self.k), cut(self.v), None, None, rotary, inputs, padding)
+
+
+class NaLaAttention(nn.Module):
+    """One NaLa layer: projections, short convolution, mixer, output norm, gate, output projection.
+
+    The mixer (`config.mixer`) is the paper's attention made causal ("linear"; bidirectional if not
+    `config.is_causal`) or NaLa's unit features inside the delta rule ("delta", "gated_delta"). From the
+    convolutions' output to the output norm everything is fp32, with autocast off.
+
+    Args:
+        config: A `NaLaConfig`.
+        layer_idx: This layer's place in a cache.
+    """
+
+    def __init__(self, config: NaLaConfig, layer_idx: int | None = None):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.spec = config.feature_spec
+        self.num_heads = config.num_attention_heads
+        self.key_dim = config.num_attention_heads * config.head_dim
+        self.value_dim = config.num_attention_heads * config.value_head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.key_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.value_dim, bias=False)
+        self.g_proj = (
+            nn.Linear(config.hidden_size, self.value_dim, bias=False) if config.use_output_gate else None
+        )
+        self.o_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+        if config.use_short_conv:
+            self.q_conv1d = ShortConvolution(self.key_dim, config.conv_size)
+            self.k_conv1d = ShortConvolution(self.key_dim, config.conv_size)
+            self.v_conv1d = ShortConvolution(self.value_dim, config.conv_size)
+        if config.mixer != "linear":
+            self.b_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+        if config.mixer == "gated_delta":
+            self.a_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+            self.A_log = nn.Parameter(torch.zeros(self.num_heads))
+            self.dt_bias = nn.Parameter(torch.zeros(self.num_heads))
+        self.o_norm = _output_norm(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mixes the tokens of each row, or of each packed sequence.
+
+        Args:
+            hidden_states: (B, T, C).
+            attention_mask: (B, T), 1 at real tokens; None: all are real.
+            position_ids: (B, T) or (1, T), for rotary layers; None: counted from the cache's length.
+            cache: A `DynamicCache(config=config)` or `StaticCache`; layer `layer_idx` is read and updated.
+            cu_seqlens: (R + 1,) bounds of packed sequences in the B·T tokens, row after row.
+            output_attentions: Also return the weights, (B, H, T, T); `linear` without past tokens only.
+
+        Returns:
+            (B, T, C) and the weights or None.
+
+        Raises:
+            ValueError: If an argument has another shape, or contradicts another one or the config.
+        """
+        self._check_inputs(hidden_states, attention_mask, cache, cu_seqlens)
+        batch, length = hidden_states.shape[:2]
+        layer = self._cache_layer(cache, batch)
+        rotary = self._rotary(position_ids, hidden_states, layer)
+        padding = LeftPadding.of(attention_mask)
+        if cu_seqlens is not None:
+            hidden_states = hidden_states.reshape(1, batch * length, -1)
+            rotary = rotary and tuple(x.expand(batch, -1, -1).reshape(1, batch * length, -1) for x in rotary)
+        elif padding is not None:
+            hidden_states = padding.sort(hidden_states)
+            rotary = rotary and tuple(padding.sort(x.expand(batch, -1, -1)) for x in rotary)
+        state, window = (None, None) if layer is None else (layer.state, layer.window)
+        tokens = self._project(hidden_states, rotary, padding, window, cu_seqlens)
+        weights = self._weights(tokens, state, cu_seqlens) if output_attentions else None
+        o, new_state = self._mix(tokens, state, cu_seqlens)
+        if layer is not None:
+            replay = partial(self._replay, tokens) if self.config.mixer == "linear" else None
+            layer.update(new_state, self._window_after(tokens, window), length, replay)
+        out = self.o_proj(self._norm_and_gate(o, hidden_states))
+        if padding is not None:
+            out = padding.restore(out)
+        return out.view(batch, length, -1), weights
+
+    def _check_inputs(self, x: Tensor, mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None):
+        if x.ndim != 3 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"hidden_states must be (batch, tokens, {self.config.hidden_size}), got {tuple(x.shape)}."
+            )
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attention_mask must be (batch, tokens), {tuple(x.shape[:2])}, got {tuple(mask.shape)}."
+            )
+        if cu_seqlens is not None and (mask is not None or cache is not None):
+            raise ValueError("cu_seqlens: packed sequences take neither attention_mask nor cache, got one.")
+        if not self.config.is_causal and self.config.mixer != "linear":
+            raise ValueError(f"is_causal=False needs the 'linear' mixer, got mixer={self.config.mixer!r}.")
+        if not self.config.is_causal and cache is not None:
+            raise ValueError("cache: is_causal=False leaves no state to continue, pass cache=None.")
+
+    def _cache_layer(self, cache: Cache | None, batch: int) -> NaLaCacheLayer | None:
+        if cache is None:
+            return None
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if getattr(layer, "_layer_type", None) != "nala_attention":
+            raise ValueError(
+                f"cache: layer {self.layer_idx} must be a NaLa layer, got {type(layer).__name__}; build the "
+                "cache with DynamicCache(config=model.config)."
+            )
+        if layer.state is not None and layer.state.shape[0] != batch:
+            raise ValueError(
+                f"cache: holds {layer.state.shape[0]} rows, got a batch of {batch}; "
+                "`batch_repeat_interleave` and `batch_select_indices` change its rows."
+            )
+        return layer
+
+    def _rotary(self, position_ids: Tensor | None, x: Tensor, layer: NaLaCacheLayer | None):
+        """Tables (B or 1, T, F / 2) in fp32, or None."""
+        if not self.config.use_rotary:
+            return None
+        if position_ids is None:
+            past = 0 if layer is None else layer.get_seq_length()
+            position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
+        num_angles = self.spec.width(self.config.head_dim) // 2
+        steps = torch.arange(num_angles, device=x.device, dtype=torch.float32) / num_angles
+        angles = position_ids.unsqueeze(-1).float() * self.config.rope_parameters["rope_theta"] ** -steps
+        return angles.cos(), angles.sin()
+
+    def _project(self, x: Tensor, rotary, padding, window: Tensor | None, cu_seqlens) -> _Tokens:
+        """Projections and convolutions."""
+        inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = inputs
+        if self.config.use_short_conv:
+            if padding is not None:
+                inputs = tuple(y.masked_fill(~padding.real.unsqueeze(-1), 0) for y in inputs)
+            convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            q, k, v = (
+                conv(y, past, padding, cu_seqlens)
+                for conv, y, past in zip(convs, inputs, self._split(window), strict=True)
+            )
+            if self.config.mixer != "linear":
+                v = F.silu(v)
+        if padding is not None:
+            k = k.masked_fill(~padding.real.unsqueeze(-1), self.spec.null_key)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
+        return _Tokens(q, k, v, *self._gates(x, padding), rotary, inputs, padding)
+
+    def _split(self, window: Tensor | None):
+        """The window's channels of q, k and v."""
+        if window is None:
+            return None, None, None
+        return window.split((self.key_dim, self.key_dim, self.value_dim), dim=-1)
+
+    def _window_after(self, tokens: _Tokens, window: Tensor | None) -> Tensor | None:
+        """The convolutions' last conv_size - 1 inputs, (B, conv_size - 1, all channels)."""
+        past = self.config.conv_size - 1
+        if not self.config.use_short_conv or past == 0:
+            return None
+        real = tokens.padding and tokens.padding.real[:, -past:]
+        ends = (
+            extend_window(x[:, -past:], past, before, real)[:, -past:]
+            for x, before in zip(tokens.inputs, self._split(window), strict=True)
+        )
+        return torch.cat(tuple(ends), dim=-1)
+
+    def _replay(self, tokens: _Tokens, length: int, state: Tensor | None, window: Tensor | None):
+        """State and window after the first `length` of a call's tokens, to roll back into it."""
+        tokens = tokens.first(length)
+        return self._mix(tokens, state, None)[1], self._window_after(tokens, window)
+
+    def _mix(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
+        """The mixer's output (B, T, H, V) and the state after it, both in fp32."""
+        with torch.autocast(tokens.q.device.type, enabled=False):
+            if self.config.mixer == "linear":
+                return self._mix_linear(tokens, state, cu_seqlens)
+            return self._mix_delta(tokens, state, cu_seqlens)
+
+    def _mix_linear(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
+        q, k, v, rotary = tokens.q, tokens.k, tokens.v, tokens.rotary
+        if q.shape[1] == 1 and state is not None:
+            return step_attention(q, k, v, state, self.spec, rotary=rotary)
+        return chunked_attention(
+            q,
+            k,
+            v,
+            self.spec,
+            rotary=rotary,
+            causal=self.config.is_causal,
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
+        q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)
+        inputs = (q, k, tokens.v, tokens.beta, tokens.log_decay)
+        if q.shape[1] == 1 and state is not None:
+            return step_delta_rule(*inputs, state)
+        return chunked_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens)
+
+    def _gates(self, x: Tensor, padding: LeftPadding | None) -> tuple[Tensor | None, Tensor | None]:
+        """β (B, T, H) of the delta rule, and its log decay, 0 at padding."""
+        if self.config.mixer == "linear":
+            return None, None
+        beta = upcast(self.b_proj(x)).sigmoid()
+        if self.config.mixer == "delta":
+            return beta, None
+        log_decay = -upcast(self.A_log).exp() * F.softplus(upcast(self.a_proj(x)) + upcast(self.dt_bias))
+        if padding is not None:
+            log_decay = log_decay.masked_fill(~padding.real.unsqueeze(-1), 0)
+        return beta, log_decay
+
+    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
+        """Norm of the mixer's output in fp32, gate, (B, T, H V) in the dtype of x."""
+        norm = self.o_norm
+        if isinstance(norm, LlamaRMSNorm):
+            o = norm(o)
+        o = o.flatten(-2)
+        if isinstance(norm, nn.LayerNorm):
+            o = F.layer_norm(o, o.shape[-1:], norm.weight.to(o), norm.bias.to(o), norm.eps)
+        o = o.to(x.dtype)
+        return o if self.g_proj is None else o * F.silu(self.g_proj(x))
+
+    def _weights(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Explicit weights of the `linear` mixer, (B, H, T, T) in fp32."""
+        if self.config.mixer != "linear":
+            raise ValueError(f"output_attentions: the {self.config.mixer!r} mixer has no attention weights.")
+        if cu_seqlens is not None:
+            raise ValueError(
+                "output_attentions: explicit weights of packed sequences are not offered, unpack them."
+            )
+        if state is not None:
+            raise ValueError("output_attentions needs the keys of all tokens, so the cache must be empty.")
+        fq, fk = map_features(tokens.q, self.spec, True), map_features(tokens.k, self.spec, False)
+        denominators = torch.einsum("bthf,bshf->bhts", fq, fk)
+        numerators = denominators
+        if tokens.rotary is not None:
+            tables = [x.unsqueeze(2) for x in widen_tables(tokens.rotary, fq.dtype)]
+            numerators = torch.einsum("bthf,bshf->bhts", apply_rotary(fq, *tables), apply_rotary(fk, *tables))
+        if self.config.is_causal:
+            denominators, numerators = denominators.tril(), numerators.tril()
+        total = denominators.sum(-1, keepdim=True)
+        weights = numerators / total.masked_fill(total == 0, 1)
+        if tokens.padding is not None:
+            place = tokens.padding.order.argsort(dim=1)
+            weights = weights.gather(2, place[:, None, :, None].expand_as(weights))
+            weights = weights.gather(3, place[:, None, None, :].expand_as(weights))
+        return weights
+
+
+def _output_norm(config: NaLaConfig) -> nn.Module | None:
+    """The norm of the mixer's output: over all heads, per head, or none."""
+    if config.output_norm == "layer_norm":
+        return nn.LayerNorm(config.num_attention_heads * config.value_head_dim)
+    if config.output_norm == "head_rms_norm":
+        return LlamaRMSNorm(config.value_head_dim, eps=config.rms_norm_eps)
+    return None

@@ -1,0 +1,349 @@
+"""Configuration of the NaLa language model, its checks and its presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
+
+from .feature_maps_nala import FeatureSpec
+
+MIXERS = ("linear", "delta", "gated_delta")
+FEATURE_FORMS = ("cosine", "polarity", "relu", "elu")
+LAYER_TYPES = ("nala_attention", "full_attention")
+OUTPUT_NORMS = ("layer_norm", "head_rms_norm", "none")
+# Features are twice as wide as heads; flash-linear-attention's delta-rule kernels stop at a key width of 256.
+MAX_DELTA_KEY_WIDTH = 256
+
+_SIZE_340M: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "vocab_size": 4096,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "vocab_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    },
+    "340m-linear": {**_SIZE_340M, "num_hidden_layers": 24, "num_attention_heads": 8},
+    "340m-deltanet": {
+        **_SIZE_340M,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "mixer": "delta",
+        "use_output_gate": False,
+        "use_short_conv": False,
+    },
+    "340m-deltanet-conv": {
+        **_SIZE_340M,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "mixer": "delta",
+        "use_output_gate": False,
+        "use_short_conv": True,
+    },
+    "340m-gated-deltanet": {
+        **_SIZE_340M,
+        "num_hidden_layers": 21,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+        "value_head_dim": 256,
+        "mixer": "gated_delta",
+        "use_output_gate": True,
+        "use_short_conv": True,
+    },
+}
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """The known words for an error message, the nearest one first."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+def plain_errors(config_class: type) -> type:
+    """Class decorator: a rejected field raises the ValueError or TypeError behind the library's own error."""
+    checked_init = config_class.__init__
+
+    @functools.wraps(checked_init)
+    def init(self, *args, **kwargs):
+        try:
+            checked_init(self, *args, **kwargs)
+        except StrictDataclassError as error:
+            cause = error.__cause__
+            if isinstance(cause, (ValueError, TypeError)):
+                raise type(cause)(str(cause)) from error
+            raise
+
+    config_class.__init__ = init
+    return config_class
+
+
+# Keywords that the base class takes besides its fields.
+_LIBRARY_KEYWORDS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "is_decoder",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+}
+
+
+@plain_errors
+@strict
+class NaLaConfig(PreTrainedConfig):
+    r"""Configuration of a NaLa language model (arXiv 2506.21137), decoder or encoder.
+
+    Fields beyond transformers' usual ones:
+
+    Args:
+        mixer: "linear" (the paper's attention made causal), "delta" or "gated_delta" (its §4.4, NaLa's maps
+            inside DeltaNet and Gated DeltaNet).
+        layer_types: "nala_attention" or "full_attention" for each layer; None: all "nala_attention".
+        feature_form: "cosine" (Eq. 16), "polarity" (published classification code); "relu" and "elu" are
+            baselines.
+        feature_power, feature_tau: λ and τ of the query power λ (τ + tanh(s ||q||)); λτ must be at least 1.
+        feature_gain: α of the cosine form's angle (π/4) tanh(α x).
+        norm_scale: s, a number (the paper: 1) or "rsqrt_dim" (1/√head_dim). 0 fixes the power at λτ.
+        head_dim, value_head_dim: Width of a head of q and k, and of v.
+        use_rotary: Rotary embedding of the numerator's features, `linear` layers only.
+        use_short_conv, conv_size: Causal depthwise convolution on q, k and v.
+        use_output_gate: Gate the normalised output by SiLU of a projection of the block's input.
+        output_norm: "layer_norm" over all heads, "head_rms_norm" per head, "none"; None: the mixer's own,
+            "layer_norm" for `linear` and "head_rms_norm" for the delta mixers.
+        is_causal: False makes an encoder (`linear` and full attention only).
+        classifier_pooling: "last" or "mean" token for sequence classification.
+        training_facts: How the weights were trained, name to value, for the model card.
+
+    `num_key_value_heads`, `attention_bias` and `attention_dropout` concern full attention only; so does
+    `rope_parameters`, but for its `rope_theta`, which `use_rotary` takes too.
+
+    Raises:
+        ValueError: If fields contradict each other; the message names them.
+    """
+
+    model_type = "nala"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
+    _auto_class = "AutoConfig"
+    default_theta = 10000.0
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    mixer: str = "linear"
+    layer_types: list[str] | None = None
+    feature_form: str = "cosine"
+    feature_power: float | int = 3.0
+    feature_tau: float | int = 0.5
+    feature_gain: float | int = 20.0
+    norm_scale: float | int | str = 1.0
+    use_rotary: bool = False
+    use_short_conv: bool = True
+    conv_size: int = 4
+    use_output_gate: bool = True
+    output_norm: str | None = None
+    is_causal: bool = True
+    classifier_pooling: str = "last"
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rope_parameters: dict | None = None
+    initializer_range: float = 0.02
+    rms_norm_eps: float | int = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    mlp_bias: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    training_facts: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        for keyword in self._foreign(kwargs):
+            raise TypeError(f"NaLaConfig has no field {keyword!r}; {nearest(keyword, self._field_names())}")
+        for field in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
+            if not isinstance(getattr(self, field), int):
+                raise TypeError(f"{field} must be an int, got {getattr(self, field)!r}.")
+        if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads when head_dim is not given, got "
+                    f"hidden_size={self.hidden_size} and num_attention_heads={self.num_attention_heads}."
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.value_head_dim is None:
+            self.value_head_dim = self.head_dim
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["nala_attention"] * self.num_hidden_layers
+        if self.output_norm is None:
+            self.output_norm = "layer_norm" if self.mixer == "linear" else "head_rms_norm"
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def _field_names(cls) -> list[str]:
+        return sorted(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def _foreign(cls, keywords: dict[str, Any]) -> list[str]:
+        """Keywords that are neither fields nor the library's."""
+        known = {*cls._field_names(), *_LIBRARY_KEYWORDS, *GenerationConfig._get_default_generation_params()}
+        return [keyword for keyword in keywords if keyword not in known and not keyword.startswith("_")]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As the base class; what other programs added to a saved config is kept as plain attributes."""
+        foreign = {keyword: config_dict[keyword] for keyword in cls._foreign(config_dict)}
+        own = {keyword: value for keyword, value in config_dict.items() if keyword not in foreign}
+        result = super().from_dict(own, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        for keyword, value in foreign.items():
+            setattr(config, keyword, value)
+        return result
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> NaLaConfig:
+        """The named preset, with any field overridden.
+
+        Raises:
+            ValueError: If there is no preset of that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"name: no preset {name!r}; {nearest(name, tuple(PRESETS))}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        """The feature maps' form and constants, `norm_scale` resolved to a number."""
+        scale = self.head_dim**-0.5 if self.norm_scale == "rsqrt_dim" else float(self.norm_scale)
+        return FeatureSpec(self.feature_form, self.feature_power, self.feature_tau, self.feature_gain, scale)
+
+    @property
+    def has_recurrent_delta(self) -> bool:
+        """Whether some layer keeps a delta-rule state, which cannot be rolled back."""
+        return self.mixer != "linear" and "nala_attention" in self.layer_types
+
+    def validate_layer_type(self):
+        """Checks `layer_types` against the two kinds of layer of this family."""
+        for layer_type in self.layer_types:
+            if layer_type == "linear_attention":
+                raise ValueError(
+                    "layer_types: 'linear_attention' is another cache's name, use 'nala_attention'."
+                )
+            if layer_type not in LAYER_TYPES:
+                raise ValueError(
+                    f"layer_types: no layer type {layer_type!r}; {nearest(layer_type, LAYER_TYPES)}"
+                )
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must have one entry a layer, got {len(self.layer_types)} entries for "
+                f"num_hidden_layers={self.num_hidden_layers}."
+            )
+
+    def validate_architecture(self):
+        """Checks each field's range and what fields demand of each other."""
+        self._validate_choices()
+        self._validate_sizes()
+        self._validate_features()
+        self._validate_mixer()
+
+    def _validate_choices(self):
+        choices = {
+            "mixer": MIXERS,
+            "feature_form": FEATURE_FORMS,
+            "output_norm": OUTPUT_NORMS,
+            "classifier_pooling": ("last", "mean"),
+        }
+        for field, known in choices.items():
+            if getattr(self, field) not in known:
+                raise ValueError(
+                    f"{field}: got {getattr(self, field)!r}; {nearest(getattr(self, field), known)}"
+                )
+
+    def _validate_sizes(self):
+        fields = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        )
+        for field in (*fields, "num_key_value_heads", "head_dim", "value_head_dim", "conv_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        if "full_attention" not in self.layer_types:
+            return
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim must be even for the rotary embedding of full attention, got {self.head_dim}."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{self.num_attention_heads} and {self.num_key_value_heads}."
+            )
+
+    def _validate_features(self):
+        if isinstance(self.norm_scale, str) and self.norm_scale != "rsqrt_dim":
+            raise ValueError(f"norm_scale must be a number or 'rsqrt_dim', got {self.norm_scale!r}.")
+        if not isinstance(self.norm_scale, str) and self.norm_scale < 0:
+            raise ValueError(f"norm_scale must not be negative, got {self.norm_scale}.")
+        if self.feature_gain <= 0:
+            raise ValueError(f"feature_gain must be positive, got {self.feature_gain}.")
+        if self.feature_form in ("cosine", "polarity") and self.feature_power * self.feature_tau < 1:
+            raise ValueError(
+                f"feature_power * feature_tau must be at least 1 (the gradient of |d|^p is unbounded below "
+                f"that), got {self.feature_power} * {self.feature_tau}."
+            )
+
+    def _validate_mixer(self):
+        if self.use_rotary and self.feature_spec.width(self.head_dim) % 2:
+            raise ValueError(
+                f"head_dim must be even for use_rotary with {self.feature_form!r}, got {self.head_dim}."
+            )
+        if self.mixer == "linear":
+            return
+        if self.use_rotary:
+            raise ValueError(
+                f"use_rotary concerns the 'linear' mixer only, got use_rotary=True with {self.mixer!r}."
+            )
+        if not self.is_causal:
+            raise ValueError(f"is_causal=False needs the 'linear' mixer, got mixer={self.mixer!r}.")
+        key_width = self.feature_spec.width(self.head_dim)
+        if key_width > MAX_DELTA_KEY_WIDTH:
+            raise ValueError(
+                f"head_dim: the delta mixers take features up to {MAX_DELTA_KEY_WIDTH} wide, got {key_width} "
+                f"from head_dim={self.head_dim}."
+            )
+
+
+__all__ = ["NaLaConfig"]
