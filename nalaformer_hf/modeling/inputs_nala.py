@@ -122,9 +122,10 @@ def packed_bounds(
         raise ValueError("attention_mask: packed sequences have no padding, pass None or ones.")
     if bounds is not None:
         return _checked_bounds(bounds, x)
-    if owners.shape[-1] != x.shape[1]:
-        raise ValueError(f"seq_idx must be (batch, {x.shape[1]}), got shape {tuple(owners.shape)}.")
-    owners = owners.expand(x.shape[:2])
+    batch, length = x.shape[:2]
+    if owners.ndim != 2 or owners.shape[0] not in (1, batch) or owners.shape[1] != length:
+        raise ValueError(f"seq_idx must be (1 or {batch}, {length}), got shape {tuple(owners.shape)}.")
+    owners = owners.expand(batch, length)
     starts = torch.ones_like(owners, dtype=torch.bool)
     starts[:, 1:] = owners[:, 1:] != owners[:, :-1]
     return torch.cat((starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()], device=x.device)))
