@@ -15,8 +15,7 @@ from tiny_models import (
     random_ids,
     tiny_model,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast, StaticCache, TextIteratorStreamer, pipeline
+from transformers import DynamicCache, StaticCache, TextIteratorStreamer, pipeline
 
 
 def generate(model, ids, length, **options):
@@ -278,16 +277,6 @@ def test_an_unknown_keyword_is_refused():
 def test_a_cache_made_without_the_config_is_refused():
     with pytest.raises(ValueError, match="cache: layer 0 must be a NaLa layer"):
         generate(tiny_model(), random_ids(1, 5), 3, cache=DynamicCache())
-
-
-@pytest.fixture
-def tokenizer():
-    words = {f"w{i}": i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", padding_side="left"
-    )
 
 
 @pytest.mark.parametrize("name", FEW)
