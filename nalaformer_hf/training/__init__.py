@@ -1,0 +1,1 @@
+"""Training of language models: configuration, text, packing, checkpoints."""
