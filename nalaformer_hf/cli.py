@@ -65,13 +65,16 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def _train_lm(arguments: argparse.Namespace) -> int:
     _need("train")
+    from accelerate import PartialState
+
     from nalaformer_hf.training.config import load_config
     from nalaformer_hf.training.lm import train_lm
 
     result = train_lm(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
-    if not result.finished:
-        return _say(f"nalaformer: stopped at {result.checkpoint}; --resume goes on from there", INTERRUPTED)
-    return _say(f"{result.model_dir}: {result.heldout_bits_per_byte:.4f} held-out bits per byte", 0)
+    status, message = INTERRUPTED, f"nalaformer: stopped at {result.checkpoint}; --resume goes on from there"
+    if result.finished:
+        status, message = 0, f"{result.model_dir}: {result.heldout_bits_per_byte:.4f} held-out bits per byte"
+    return _say(message, status) if PartialState().is_main_process else status
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:

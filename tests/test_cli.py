@@ -1,0 +1,160 @@
+"""The console command: what it prints, returns and refuses."""
+
+import json
+import signal
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from nalaformer_hf import NaLaConfig, __version__, cli
+from nalaformer_hf.generation import cache_bytes, load, stream
+from nalaformer_hf.training.tokenizer import train_tokenizer
+from nalaformer_hf.training.trainer import LMTrainer
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TEXT = "one two three four five six seven\n" * 40
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, str]:
+    """A NaLa and a Llama with random weights, saved with a tokenizer."""
+    tokenizer = train_tokenizer(iter([TEXT]), 300)
+    special = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    folders = {}
+    for config in (NaLaConfig(**SHAPE, **special), LlamaConfig(**SHAPE, **special)):
+        folder = tmp_path_factory.mktemp(config.model_type)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folders[config.model_type] = str(folder)
+    return folders
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"nalaformer_hf {__version__}"
+
+
+def test_presets(capsys):
+    assert cli.main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines][:3] == ["tiny", "small", "340m-linear"]
+    model = AutoModelForCausalLM.from_config(NaLaConfig.from_preset("tiny"))
+    assert f"{model.num_parameters():,} parameters" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["nala", "llama"])
+def test_generate_streams_and_measures(checkpoints, capsys, tmp_path, name):
+    stats = tmp_path / "stats.json"
+    command = ["generate", "--model", checkpoints[name], "--prompt", "one two", "--max-new-tokens", "9"]
+    assert cli.main([*command, "--temperature", "0", "--stats", str(stats)]) == 0
+    printed = capsys.readouterr()
+    figures = json.loads(stats.read_text())
+    assert printed.out.strip("\n") == ("one two" + figures["text"]).strip("\n")
+    assert f"{figures['num_new_tokens']} tokens after {figures['num_prompt_tokens']}" in printed.err
+    model, tokenizer = load(checkpoints[name])
+    ids = tokenizer("one two", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    assert figures["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert figures["num_new_tokens"] == len(expected)
+
+
+def test_text_is_handed_on_while_it_is_made(checkpoints):
+    model, tokenizer = load(checkpoints["nala"])
+    seen = []
+    model.generation_config.eos_token_id = None
+    continuation = stream(model, tokenizer, "one", seen.append, max_new_tokens=20, seed=3)
+    assert len(seen) == 21  # each token, and what was held back for want of the next ones
+    assert "".join(seen) == continuation.text
+    assert stream(model, tokenizer, "one", seen.append, max_new_tokens=20, seed=3).text == continuation.text
+
+
+def test_sampling_follows_the_seed_and_an_empty_prompt_begins_a_document(checkpoints, capsys):
+    outputs = []
+    for seed in (1, 1, 2):
+        assert cli.main(["generate", "--model", checkpoints["nala"], "--seed", str(seed)]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_state_is_constant_for_nala_and_grows_for_llama(checkpoints):
+    sizes = {}
+    for name, folder in checkpoints.items():
+        model, tokenizer = load(folder)
+        runs = [stream(model, tokenizer, TEXT[:n], str, max_new_tokens=3, temperature=0) for n in (20, 400)]
+        sizes[name] = [run.state_bytes for run in runs]
+        assert runs[1].num_prompt_tokens > runs[0].num_prompt_tokens
+    assert sizes["nala"][0] == sizes["nala"][1] > 0
+    assert sizes["llama"][1] > 2 * sizes["llama"][0]
+
+
+def test_cache_bytes_by_hand():
+    config = LlamaConfig(**SHAPE)
+    cache = DynamicCache(config=config)
+    for layer in range(2):
+        cache.update(torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16), layer)
+    assert cache_bytes(cache) == 2 * 2 * (2 * 5 * 16) * 4
+
+
+def test_train_lm_stops_resumes_and_reports(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.parquet"
+    Dataset.from_dict({"text": [f"{i} {TEXT}" for i in range(8)]}).to_parquet(text)
+    overrides = [f"{section}={value}" for section, value in SHAPE.items()]
+    command = ["train", "lm", "model.preset=tiny", *(f"model.overrides.{value}" for value in overrides)]
+    command += [f"data.files={text}", "data.block_size=64", "tokenizer.vocab_size=280", "train.max_steps=3"]
+    command += [f"train.output_dir={tmp_path / 'run'}", "train.use_cpu=true", "train.report_to=none"]
+    training_step = LMTrainer.training_step
+
+    def signalled(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return training_step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LMTrainer, "training_step", signalled)
+        assert cli.main(command) == 130
+    assert f"stopped at {tmp_path / 'run' / 'checkpoint-2'}; --resume goes on" in capsys.readouterr().err
+    assert cli.main(command) == 1
+    assert "holds a run: resume it" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    assert f"{tmp_path / 'run' / 'model'}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            ["train", "lm", "train.learning_rat=1"],
+            "error: unknown key train.learning_rat; the nearest known key",
+        ),
+        (["train", "lm", "train.seed=x"], "error: Field 'train.seed' expected int, got str (value: 'x')"),
+        (
+            ["train", "lm", "--config", "no-such.yaml"],
+            "error: no-such.yaml is neither a file nor one of the recipes",
+        ),
+        (["generate", "--model", "./no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_errors_of_the_user_are_a_sentence(command, message, capsys):
+    minimal = ["model.preset=tiny", "data.corpus=stdlib", "train.output_dir=out"]
+    assert cli.main([*command, *minimal] if command[0] == "train" else command) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_generation_numbers_out_of_range(checkpoints, capsys):
+    assert cli.main(["generate", "--model", checkpoints["nala"], "--temperature", "-1"]) == 1
+    assert "temperature" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "extra"), [(["train", "lm"], "train"), (["demo"], "eval")])
+def test_missing_extra_is_named(command, extra, capsys, monkeypatch):
+    monkeypatch.setitem(cli.EXTRAS, extra, ("no_such_module",))
+    assert cli.main(command) == 1
+    printed = capsys.readouterr().err
+    assert "no_such_module" in printed
+    assert f"pip install 'nalaformer-hf[{extra}]'" in printed
