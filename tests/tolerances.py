@@ -1,0 +1,51 @@
+"""How far a form may be from the float64 reference: measured once, then frozen.
+
+Errors are relative: the largest error to the largest value, and each row's error (its norm over the last
+dimension) to that row's own norm.
+"""
+
+import torch
+from torch import Tensor
+
+# Two orders of the same sum in float64.
+EXACT = 1e-10
+
+# (form, dtype of q, k and v): tolerance of the outputs, of the gradients.
+TOLERANCES = {
+    ("cosine", torch.float32): (3e-6, 2e-5),
+    ("polarity", torch.float32): (3e-6, 2e-5),
+    ("relu", torch.float32): (3e-6, 1e-5),
+    ("elu", torch.float32): (3e-6, 1e-5),
+    # Rounding o's gradient leaves this much in a query's gradient, which is a small difference.
+    ("cosine", torch.bfloat16): (4e-3, 5e-2),
+    ("polarity", torch.bfloat16): (4e-3, 5e-2),
+    ("relu", torch.bfloat16): (4e-3, 3e-2),
+    ("elu", torch.bfloat16): (4e-3, 2e-2),
+    ("cosine", torch.float16): (5e-4, 7e-3),
+    ("polarity", torch.float16): (5e-4, 7e-3),
+    ("relu", torch.float16): (5e-4, 4e-3),
+    ("elu", torch.float16): (5e-4, 2e-3),
+}
+
+# The error of a row smaller than this part of the largest is measured against that part.
+ROW_FLOOR = 1e-2
+
+
+def relative_errors(actual: Tensor, expected: Tensor, row_floor: float = ROW_FLOOR) -> tuple[float, float]:
+    """(largest error / largest value, largest row error / row norm)."""
+    expected = expected.detach().double()
+    error = actual.detach().double() - expected
+    norms = torch.linalg.vector_norm(expected, dim=-1)
+    row_errors = torch.linalg.vector_norm(error, dim=-1) / norms.clamp_min(row_floor * float(norms.max()))
+    return float(error.abs().max() / expected.abs().max()), float(row_errors.max())
+
+
+def assert_close_rows(
+    actual: Tensor, expected: Tensor, tolerance: float, name: str = "value", row_floor: float = ROW_FLOOR
+) -> None:
+    """Within `tolerance` of the largest value everywhere, and of each row's norm in each row."""
+    assert actual.shape == expected.shape, name
+    assert actual.isfinite().all(), name
+    largest, row = relative_errors(actual, expected, row_floor)
+    assert largest <= tolerance, f"{name}: error {largest:.2e} of the largest value, allowed {tolerance:.0e}"
+    assert row <= tolerance, f"{name}: error {row:.2e} of a row's norm, allowed {tolerance:.0e}"
