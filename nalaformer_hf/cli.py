@@ -121,7 +121,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), metavar="DIR")
     parser.add_argument("--preset", default="tiny", help="the NaLa preset to train")
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps of each model")
+    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of each model")
     parser.add_argument("--text-file", type=Path, metavar="FILE", help="train on this text instead")
     parser.add_argument("--resume", action="store_true", help="go on where an earlier demo was interrupted")
     parser.set_defaults(run=_demo)

@@ -15,7 +15,7 @@ import pytest
 from nalaformer_hf.training.config import load_config
 from nalaformer_hf.training.lm import train_lm
 
-STEPS = 6
+STEPS = 14  # more than an epoch
 
 
 @pytest.fixture
@@ -64,16 +64,22 @@ def launch(config: Path, output_dir: Path, *arguments: str) -> subprocess.Popen:
 
 
 def losses(output_dir: Path, steps: int = STEPS) -> list[float]:
-    state = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())
-    return [row.get("loss", row.get("eval_bits_per_byte")) for row in state["log_history"]]
+    logged = json.loads((output_dir / f"checkpoint-{steps}" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
+    return [row.get("loss", row.get("eval_bits_per_byte")) for row in logged]
 
 
-def test_two_processes_give_the_losses_of_one(config, tmp_path):
-    assert launch(config, tmp_path / "two").wait() == 0
-    train_lm(load_config(config))
-    expected = [value for value in losses(tmp_path / "run") if value is not None]
-    assert len(expected) == STEPS + 2
-    assert losses(tmp_path / "two")[: len(expected)] == pytest.approx(expected, rel=1e-5)
+STREAMED = ["data.streaming=true", "data.heldout_documents=10", "data.shuffle_buffer=10"]
+
+
+@pytest.mark.parametrize("overrides", [[], pytest.param(STREAMED, marks=pytest.mark.slow)])
+def test_two_processes_give_the_losses_of_one(config, tmp_path, overrides):
+    assert launch(config, tmp_path / "two", *overrides).wait() == 0
+    train_lm(load_config(config, overrides))
+    expected = losses(tmp_path / "run")
+    assert len(expected) == STEPS + 4
+    assert losses(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from nalaformer_hf.training.checkpoints import (
@@ -174,10 +174,12 @@ def test_interrupted_and_resumed_is_uninterrupted(text, tmp_path, monkeypatch, m
 
 
 def test_streamed_run_resumes_alike(text, tmp_path, monkeypatch):
+    """Also where the stream has begun anew before the interruption."""
     overrides = ["data.streaming=true", "data.heldout_documents=9", "data.shuffle_buffer=10"]
+    overrides += ["data.block_size=64", "train.max_steps=16"]
     straight = train_lm(configure(text, tmp_path / "straight", "llama", *overrides))
     config = configure(text, tmp_path / "run", "llama", *overrides)
-    interrupt_at(monkeypatch, 2, signal.SIGINT)
+    interrupt_at(monkeypatch, 13, signal.SIGINT)
     assert not train_lm(config).finished
     resumed = train_lm(config, resume=True)
     assert history(resumed.checkpoint) == history(straight.checkpoint)
@@ -314,3 +316,18 @@ def test_atomic_folder_is_whole_or_not_there(tmp_path):
             (staging / content).touch()
     assert {path.name for path in target.iterdir()} == {"complete", "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_checkpoint_is_uploaded_from_where_it_stays(text, tmp_path, monkeypatch):
+    """The upload runs in the background, so it must not begin before the folder has moved."""
+    uploaded = []
+
+    def push(self, folder: str) -> None:
+        uploaded.append((Path(folder).name, is_complete(Path(folder))))
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda self, **kwargs: uploaded.append(kwargs))
+    train_lm(configure(text, tmp_path / "run", "llama", "train.push_to_hub=true", "train.save_steps=4"))
+    assert uploaded[:2] == [("checkpoint-4", True), ("checkpoint-7", True)]
+    assert uploaded[2] == {"commit_message": "End of training"}

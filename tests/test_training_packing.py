@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3NextConfig
 
 from nalaformer_hf import NaLaConfig
+from nalaformer_hf.training.blocks import FEATURES, pad_blocks
 from nalaformer_hf.training.packing import (
     IGNORED,
     PackingCollator,
     needs_flattening,
     pack_documents,
-    pad_blocks,
 )
 
 PAD = 0
@@ -44,7 +45,8 @@ def test_blocks_by_hand():
 @pytest.mark.parametrize("block_size", [2, 3, 5, 8, 64])
 @pytest.mark.parametrize("flatten", [False, True])
 def test_every_token_is_predicted_once(block_size, flatten):
-    blocks = pad_blocks(pack_documents(DOCUMENTS, block_size), 3)
+    packed = Dataset.from_list(list(pack_documents(DOCUMENTS, block_size)), features=FEATURES)
+    blocks = list(pad_blocks(packed, 3))
     assert len(blocks) % 3 == 0
     batch = PackingCollator(block_size, PAD, flatten=flatten)(blocks)
     labels = batch["labels"].flatten()

@@ -2,23 +2,30 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
-from datasets import Dataset, Features, IterableDataset, List, Value, load_from_disk
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, load_from_disk
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from nalaformer_hf.training.checkpoints import atomic_folder, is_complete
 from nalaformer_hf.training.corpus import Documents
+from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.packing import Block, pack_documents
 from nalaformer_hf.training.tokenizer import encode_documents
 
+FEATURES = Features({"input_ids": List(Value("int32")), "lengths": List(Value("int32"))})
+
 
 class PackedStream(TorchIterableDataset):
-    """Blocks packed from a streamed corpus while it is read.
+    """Blocks packed from a streamed corpus while it is read, again and again without end.
+
+    The epochs are begun here, so that a resumed run, which skips what was read before, finds its place in a
+    later one too.
 
     Args:
-        documents: Rows with `text`.
+        documents: Rows with `text`; a shuffled stream is shuffled anew each time.
         tokenizer: The tokenizer.
         block_size: Tokens in a block.
     """
@@ -30,12 +37,14 @@ class PackedStream(TorchIterableDataset):
         self.tokenizer = tokenizer
         self.block_size = block_size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Reshuffle a shuffled stream."""
-        self.documents.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[Block]:
-        return pack_documents(encode_documents(self.documents, self.tokenizer), self.block_size)
+        for epoch in count():
+            self.documents.set_epoch(epoch)
+            blocks = pack_documents(encode_documents(self.documents, self.tokenizer), self.block_size)
+            first = next(blocks, None)
+            if first is None:
+                raise ConfigError("the corpus has no document to train on")
+            yield from chain([first], blocks)
 
 
 def pack_corpus(
@@ -55,7 +64,7 @@ def pack_corpus(
         with atomic_folder(folder) as staging:
             blocks = Dataset.from_generator(
                 lambda: pack_documents(encode_documents(documents, tokenizer), block_size),
-                features=Features({"input_ids": List(Value("int32")), "lengths": List(Value("int32"))}),
+                features=FEATURES,
                 cache_dir=str(staging / "cache"),
                 fingerprint="blocks",
             )
@@ -64,3 +73,22 @@ def pack_corpus(
     blocks = load_from_disk(str(folder))
     assert isinstance(blocks, Dataset)
     return blocks
+
+
+def pack_in_memory(documents: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
+    """Pack a small corpus, such as the held-out one, into blocks."""
+    blocks = pack_documents(encode_documents(documents, tokenizer), block_size)
+    return Dataset.from_list(list(blocks), features=FEATURES)
+
+
+def pad_blocks(blocks: Dataset, multiple: int) -> Dataset:
+    """Add blocks without a predicted token up to a multiple.
+
+    A whole number of batches then holds each block exactly once, over however many processes.
+
+    Args:
+        blocks: The blocks.
+        multiple: Number of blocks in a batch over all processes.
+    """
+    empty = [{"input_ids": [], "lengths": []}] * (-len(blocks) % multiple)
+    return concatenate_datasets([blocks, Dataset.from_list(empty, features=FEATURES)]) if empty else blocks

@@ -135,6 +135,7 @@ TRAIN_DEFAULTS: dict[str, Any] = {
     "report_to": "tensorboard",
     "logging_steps": 10,
     "remove_unused_columns": False,
+    "accelerator_config": {"dispatch_batches": False},  # each process reads a stream and takes its share
 }
 
 

@@ -54,7 +54,7 @@ class DemoSettings:
     """
 
     preset: str = "tiny"
-    steps: int = 300
+    steps: int = 250
     text_file: str | None = None
 
 

@@ -17,15 +17,15 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from nalaformer_hf.training.blocks import PackedStream, pack_corpus
+from nalaformer_hf.training.blocks import PackedStream, pack_corpus, pack_in_memory, pad_blocks
 from nalaformer_hf.training.checkpoints import last_complete_checkpoint
 from nalaformer_hf.training.config import LMTrainConfig
 from nalaformer_hf.training.corpus import count_bytes, load_corpus
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.interrupt import InterruptCallback
 from nalaformer_hf.training.models import make_model
-from nalaformer_hf.training.packing import PackingCollator, needs_flattening, pack_documents, pad_blocks
-from nalaformer_hf.training.tokenizer import boundary_tokens, encode_documents, make_tokenizer
+from nalaformer_hf.training.packing import PackingCollator, needs_flattening
+from nalaformer_hf.training.tokenizer import boundary_tokens, make_tokenizer
 from nalaformer_hf.training.trainer import LMTrainer
 
 CONFIG_FILE = "config.yaml"
@@ -137,7 +137,10 @@ def _make_trainer(
     block_size: int,
 ) -> LMTrainer:
     _, end = boundary_tokens(tokenizer)
-    eval_blocks = pack_documents(encode_documents(heldout, tokenizer), block_size)
+    if isinstance(blocks, Dataset):
+        num_batches = arguments.world_size * arguments.gradient_accumulation_steps
+        blocks = pad_blocks(blocks, arguments.train_batch_size * num_batches)
+    eval_blocks = pack_in_memory(heldout, tokenizer, block_size)
     return LMTrainer(
         model=model,
         args=arguments,

@@ -96,9 +96,3 @@ def needs_flattening(config: PreTrainedConfig) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     has_mask = config._attn_implementation in {"sdpa", "eager"}
     return not (has_mask and layer_types <= {"nala_attention", "full_attention", "sliding_attention"})
-
-
-def pad_blocks(blocks: Iterable[Block], multiple: int) -> list[Block]:
-    """Add blocks without a predicted token up to a multiple, so that no process needs one twice."""
-    filled = list(blocks)
-    return filled + [{"input_ids": [], "lengths": []}] * (-len(filled) % multiple)

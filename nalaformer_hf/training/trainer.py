@@ -32,7 +32,7 @@ class LMTrainer(Trainer):
     Args:
         eval_bytes: UTF-8 bytes of the text in `eval_dataset`.
         arguments: As for `Trainer`. The length of `eval_dataset` must be a multiple of the evaluation batch
-            over all processes: blocks without a predicted token fill it up.
+            over all processes, or blocks would count twice: see `pad_blocks`.
     """
 
     def __init__(self, *, eval_bytes: int, **arguments: Any) -> None:
