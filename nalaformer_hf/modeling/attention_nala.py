@@ -19,6 +19,7 @@ from .cache_nala import NaLaCacheLayer
 from .configuration_nala import NaLaConfig
 from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
+from .inputs_nala import check_bounds
 from .linear_attention_nala import chunked_attention, step_attention, widen_tables
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
@@ -104,7 +105,8 @@ class NaLaAttention(nn.Module):
         Args:
             hidden_states: (B, T, C).
             attention_mask: (B, T), 1 at real tokens; None: all are real.
-            position_ids: (B, T) or (1, T), for rotary layers; None: counted from the cache's length.
+            position_ids: (B, T) or (1, T), for rotary layers, needed beside a mask; None: counted from
+                the cache's length.
             cache: A `DynamicCache(config=config)` or `StaticCache`; layer `layer_idx` is read and updated.
             cu_seqlens: (R + 1,) bounds of packed sequences in the B·T tokens, row after row.
             output_attentions: Also return the weights, (B, H, T, T); `linear` without past tokens only.
@@ -116,6 +118,8 @@ class NaLaAttention(nn.Module):
             ValueError: If an argument has another shape, or contradicts another one or the config.
         """
         self._check_inputs(hidden_states, attention_mask, cache, cu_seqlens)
+        if self.config.use_rotary and attention_mask is not None and position_ids is None:
+            raise ValueError("position_ids: a rotary layer needs them beside attention_mask, got None.")
         batch, length = hidden_states.shape[:2]
         layer = self._cache_layer(cache, batch)
         rotary = self._rotary(position_ids, hidden_states, layer)
@@ -149,6 +153,8 @@ class NaLaAttention(nn.Module):
             )
         if cu_seqlens is not None and (mask is not None or cache is not None):
             raise ValueError("cu_seqlens: packed sequences take neither attention_mask nor cache, got one.")
+        if cu_seqlens is not None:
+            check_bounds("cu_seqlens", cu_seqlens, x.shape[0] * x.shape[1])
         if not self.config.is_causal and self.config.mixer != "linear":
             raise ValueError(f"is_causal=False needs the 'linear' mixer, got mixer={self.config.mixer!r}.")
         if not self.config.is_causal and cache is not None:

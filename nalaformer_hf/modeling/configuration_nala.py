@@ -1,14 +1,15 @@
 """Configuration of the NaLa language model, its checks and its presets."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: `strict` checks no field whose annotation is a string.
 import dataclasses
 import difflib
 import functools
+import math
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
@@ -189,9 +190,6 @@ class NaLaConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         for keyword in self._foreign(kwargs):
             raise TypeError(f"NaLaConfig has no field {keyword!r}; {nearest(keyword, self._field_names())}")
-        for field in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
-            if not isinstance(getattr(self, field), int):
-                raise TypeError(f"{field} must be an int, got {getattr(self, field)!r}.")
         if self.head_dim is None:
             if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -231,7 +229,7 @@ class NaLaConfig(PreTrainedConfig):
         return result
 
     @classmethod
-    def from_preset(cls, name: str, **overrides) -> NaLaConfig:
+    def from_preset(cls, name: str, **overrides) -> "NaLaConfig":
         """The named preset, with any field overridden.
 
         Raises:
@@ -274,7 +272,8 @@ class NaLaConfig(PreTrainedConfig):
         self._validate_choices()
         self._validate_sizes()
         self._validate_features()
-        self._validate_mixer()
+        self._validate_rotary()
+        self._validate_delta()
 
     def _validate_choices(self):
         choices = {
@@ -282,6 +281,7 @@ class NaLaConfig(PreTrainedConfig):
             "feature_form": FEATURE_FORMS,
             "output_norm": OUTPUT_NORMS,
             "classifier_pooling": ("last", "mean"),
+            "hidden_act": tuple(ACT2FN),
         }
         for field, known in choices.items():
             if getattr(self, field) not in known:
@@ -315,27 +315,37 @@ class NaLaConfig(PreTrainedConfig):
     def _validate_features(self):
         if isinstance(self.norm_scale, str) and self.norm_scale != "rsqrt_dim":
             raise ValueError(f"norm_scale must be a number or 'rsqrt_dim', got {self.norm_scale!r}.")
-        if not isinstance(self.norm_scale, str) and self.norm_scale < 0:
-            raise ValueError(f"norm_scale must not be negative, got {self.norm_scale}.")
-        if self.feature_gain <= 0:
-            raise ValueError(f"feature_gain must be positive, got {self.feature_gain}.")
+        if not isinstance(self.norm_scale, str) and not 0 <= self.norm_scale < math.inf:
+            raise ValueError(f"norm_scale must be finite and not negative, got {self.norm_scale}.")
+        for field in ("feature_power", "feature_tau", "feature_gain"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} must be finite and positive, got {getattr(self, field)}.")
         if self.feature_form in ("cosine", "polarity") and self.feature_power * self.feature_tau < 1:
             raise ValueError(
                 f"feature_power * feature_tau must be at least 1 (the gradient of |d|^p is unbounded below "
                 f"that), got {self.feature_power} * {self.feature_tau}."
             )
 
-    def _validate_mixer(self):
-        if self.use_rotary and self.feature_spec.width(self.head_dim) % 2:
-            raise ValueError(
-                f"head_dim must be even for use_rotary with {self.feature_form!r}, got {self.head_dim}."
-            )
-        if self.mixer == "linear":
+    def _validate_rotary(self):
+        if not self.use_rotary:
             return
-        if self.use_rotary:
+        if self.mixer != "linear":
             raise ValueError(
                 f"use_rotary concerns the 'linear' mixer only, got use_rotary=True with {self.mixer!r}."
             )
+        if self.rope_parameters["rope_type"] != "default" or self.rope_parameters["rope_theta"] <= 0:
+            raise ValueError(
+                "rope_parameters: use_rotary takes rope_type 'default' and a positive rope_theta, got "
+                f"{self.rope_parameters}."
+            )
+        if self.feature_spec.width(self.head_dim) % 2:
+            raise ValueError(
+                f"head_dim must be even for use_rotary with {self.feature_form!r}, got {self.head_dim}."
+            )
+
+    def _validate_delta(self):
+        if self.mixer == "linear":
+            return
         if not self.is_causal:
             raise ValueError(f"is_causal=False needs the 'linear' mixer, got mixer={self.mixer!r}.")
         key_width = self.feature_spec.width(self.head_dim)

@@ -120,9 +120,12 @@ def packed_bounds(
         raise ValueError("cu_seq_lens_q, seq_idx: packed sequences cannot continue a cache, pass cache=None.")
     if isinstance(mask, dict) or (mask is not None and not bool(mask.all())):
         raise ValueError("attention_mask: packed sequences have no padding, pass None or ones.")
-    if bounds is not None:
-        return _checked_bounds(bounds, x)
     batch, length = x.shape[:2]
+    if bounds is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q needs one packed row (batch 1), got batch {batch}.")
+        check_bounds("cu_seq_lens_q", bounds, length)
+        return bounds.to(device=x.device, dtype=torch.long)
     if owners.ndim != 2 or owners.shape[0] not in (1, batch) or owners.shape[1] != length:
         raise ValueError(f"seq_idx must be (1 or {batch}, {length}), got shape {tuple(owners.shape)}.")
     owners = owners.expand(batch, length)
@@ -131,16 +134,16 @@ def packed_bounds(
     return torch.cat((starts.flatten().nonzero().flatten(), torch.tensor([starts.numel()], device=x.device)))
 
 
-def _checked_bounds(bounds: Tensor, x: Tensor) -> Tensor:
-    batch, length = x.shape[:2]
-    if batch != 1:
-        raise ValueError(f"cu_seq_lens_q needs one packed row (batch 1), got batch {batch}.")
+def check_bounds(name: str, bounds: Tensor, num_tokens: int) -> None:
+    """Checks that the bounds of packed sequences are integers (R + 1,) that rise from 0 to `num_tokens`.
+
+    Raises:
+        ValueError: If not.
+    """
     if bounds.ndim != 1 or bounds.is_floating_point() or len(bounds) < 2:
         raise ValueError(
-            f"cu_seq_lens_q must be integers (sequences + 1,), got {bounds.dtype} {tuple(bounds.shape)}."
+            f"{name} must be integers (sequences + 1,), got {bounds.dtype} of shape {tuple(bounds.shape)}."
         )
-    if bounds[0] != 0 or bounds[-1] != length or bool((bounds.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seq_lens_q must rise from 0 to the row's {length} tokens, got {bounds.tolist()}."
-        )
-    return bounds.to(device=x.device, dtype=torch.long)
+    values = bounds.tolist()
+    if values[0] != 0 or values[-1] != num_tokens or values != sorted(values):
+        raise ValueError(f"{name} must rise from 0 to the {num_tokens} tokens, got {values}.")

@@ -151,17 +151,16 @@ class NaLaModel(NaLaPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = default_positions(inputs_embeds, attention_mask, cache, cu_seqlens)
-        mixer_inputs = {
-            "nala_attention": {
-                "cu_seqlens": cu_seqlens,
-                "output_attentions": self._gives_attentions(kwargs),
-            },
-            "full_attention": {
-                "position_embeddings": self.rotary_emb and self.rotary_emb(inputs_embeds, position_ids),
+        gives_attentions = self._gives_attentions(kwargs)
+        mixer_inputs: dict[str, dict[str, Any]] = {
+            "nala_attention": {"cu_seqlens": cu_seqlens, "output_attentions": gives_attentions}
+        }
+        if self.rotary_emb is not None:
+            mixer_inputs["full_attention"] = {
+                "position_embeddings": self.rotary_emb(inputs_embeds, position_ids),
                 "is_causal": self.config.is_causal,
                 **_flash_keywords(cu_seqlens),
-            },
-        }
+            }
         masks = self._masks(inputs_embeds, attention_mask, position_ids, cache, cu_seqlens)
         hidden_states = inputs_embeds
         for block in self.layers:

@@ -132,8 +132,8 @@ def test_packed_rows_leave_no_cache():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ([0, 5, 77], r"must rise from 0 to the row's 78 tokens, got \[0, 5, 77\]"),
-        ([0, 5, 79], "must rise from 0 to the row's 78 tokens"),
+        ([0, 5, 77], r"must rise from 0 to the 78 tokens, got \[0, 5, 77\]"),
+        ([0, 5, 79], "must rise from 0 to the 78 tokens"),
         ([1, 78], "must rise from 0"),
         ([0, 9, 5, 78], "must rise from 0"),
         ([78], r"must be integers \(sequences \+ 1,\)"),
