@@ -97,10 +97,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     from nalaformer_hf.generation import describe, load, stream, write_stats
 
-    model, tokenizer = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
-    _write(arguments.prompt)
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     try:
+        model, tokenizer = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
+        _write(arguments.prompt)
         continuation = stream(
             model, tokenizer, arguments.prompt, _write, max_new_tokens=arguments.max_new_tokens, **sampling
         )

@@ -17,6 +17,8 @@ from transformers import (
     TextStreamer,
 )
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -65,9 +67,20 @@ def load(
     Args:
         model: Folder or Hub name.
         device: Device for the model.
-        dtype: Name of a torch dtype; "auto" is the checkpoint's own.
+        dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's own.
+
+    Raises:
+        ValueError: The device does not exist here, or the dtype is none of these.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device must be one that torch finds here, such as 'cpu', got {device!r}"
+        ) from error
+    loaded = cast("Any", AutoModelForCausalLM.from_pretrained(model, dtype=dtype)).to(device)
     return loaded, AutoTokenizer.from_pretrained(model)
 
 
@@ -100,6 +113,11 @@ def stream(
         ValueError: `prompt` is empty and the tokenizer has no token that begins a document, or a number is
             out of its range.
     """
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            "temperature and top_k must not be negative, and top_p must be above 0 and at most 1,"
+            f" got {temperature}, {top_k} and {top_p}"
+        )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"] if prompt else _begin(tokenizer)
     streamer = _TimedStreamer(tokenizer, write)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}

@@ -146,9 +146,19 @@ def test_errors_of_the_user_are_a_sentence(command, message, capsys):
     assert "Traceback" not in printed
 
 
-def test_generation_numbers_out_of_range(checkpoints, capsys):
-    assert cli.main(["generate", "--model", checkpoints["nala"], "--temperature", "-1"]) == 1
-    assert "temperature" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--temperature", "-1", "temperature and top_k must not be negative"),
+        ("--top-p", "2", "top_p must be above 0 and at most 1"),
+        ("--max-new-tokens", "0", "`max_new_tokens` must be greater than 0"),
+        ("--device", "abacus", "device must be one that torch finds here, such as 'cpu', got 'abacus'"),
+        ("--dtype", "int3", "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
+    ],
+)
+def test_generation_options_out_of_range(checkpoints, capsys, option, value, message):
+    assert cli.main(["generate", "--model", checkpoints["nala"], option, value]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "extra"), [(["train", "lm"], "train"), (["demo"], "eval")])
