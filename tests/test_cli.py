@@ -128,7 +128,7 @@ def test_train_lm_stops_resumes_and_reports(tmp_path, capsys, monkeypatch):
     [
         (
             ["train", "lm", "train.learning_rat=1"],
-            "error: unknown key train.learning_rat; the nearest known key",
+            "error: unknown key train.learning_rat; the nearest known one",
         ),
         (["train", "lm", "train.seed=x"], "error: Field 'train.seed' expected int, got str (value: 'x')"),
         (

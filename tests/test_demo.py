@@ -76,3 +76,16 @@ def test_demo_does_not_touch_other_folders(settings, tmp_path):
     with pytest.raises(ConfigError, match="holds something that is not a demo"):
         run_demo(settings, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preset": "tinny"}, "unknown preset tinny; the nearest known one is preset tiny"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"text_file": "no-such.txt"}, "text_file must be a file, got no-such.txt"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_replaced(change, message):
+    with pytest.raises(ConfigError, match=message):
+        DemoSettings(**change)

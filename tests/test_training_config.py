@@ -55,7 +55,7 @@ def test_sequences_per_step_sets_the_accumulation(tmp_path):
     [
         ("train.learning_rat=1", ConfigError, r"unknown key train\.learning_rat.*train\.learning_rate"),
         ("data.file=a", ConfigError, r"unknown key data\.file; .*data\.files"),
-        ("modle.preset=tiny", ConfigError, "unknown key modle; the nearest known key is model"),
+        ("modle.preset=tiny", ConfigError, "unknown key modle; the nearest known one is key model"),
         ("train.learning_rate=fast", TypeError, r"train\.learning_rate.*expected float, got str.*fast"),
         ("train.max_steps=1.5", TypeError, r"train\.max_steps.*expected int, got float"),
         ("train.max_steps=true", TypeError, r"train\.max_steps.*expected int, got bool"),

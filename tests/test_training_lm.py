@@ -281,7 +281,7 @@ def test_runs_are_not_mixed_up(text, tmp_path):
         ("model.overrides.hidden_sise=3", r"unknown key model\.overrides\.hidden_sise; .*hidden_size"),
         (
             "model.config.model_type=lama",
-            r"unknown key model_type lama; the nearest known key is model_type llama",
+            r"unknown model_type lama; the nearest known one is model_type llama",
         ),
         ("model.overrides.vocab_size=100", r"vocab_size must be at least the tokenizer's 280, got 100"),
     ],

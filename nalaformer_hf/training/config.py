@@ -246,7 +246,7 @@ def check_known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse names that are not known, each with the nearest known one.
 
     Args:
-        where: Prefix of the names in the message, such as "train.".
+        where: What stands before the name in the message, such as "key train.".
         names: The names that were given.
         known: The names that exist.
 
@@ -257,8 +257,8 @@ def check_known(where: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f"; the nearest known key is {where}{near[0]}" if near else ""
-            raise ConfigError(f"unknown key {where}{name}{hint}")
+            hint = f"; the nearest known one is {where}{near[0]}" if near else ""
+            raise ConfigError(f"unknown {where}{name}{hint}")
 
 
 def _read(source: str | Path | Mapping[str, Any] | None) -> DictConfig | ListConfig:
@@ -273,7 +273,7 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> DictConfig | ListCon
 
 def _parse(values: dict[str, Any]) -> LMTrainConfig:
     sections = {"model": ModelSection, "data": DataSection, "tokenizer": TokenizerSection}
-    check_known("", values, [*sections, "train"])
+    check_known("key ", values, [*sections, "train"])
     for name, section in values.items():
         if not isinstance(section, dict | None):
             raise ConfigTypeError(f"section {name} must be a mapping of keys to values, got {section!r}")
@@ -290,7 +290,7 @@ def _checked_train(values: dict[str, Any]) -> dict[str, Any]:
 def _checked(section: str, cls: type, values: dict[str, Any]) -> dict[str, Any]:
     """Check names and types against the fields of a dataclass; whole numbers may stand for floats."""
     hints = get_type_hints(cls)
-    check_known(f"{section}.", values, [field.name for field in dataclasses.fields(cls)])
+    check_known(f"key {section}.", values, [field.name for field in dataclasses.fields(cls)])
     checked = {}
     for name, value in values.items():
         is_whole_float = isinstance(value, int) and not isinstance(value, bool) and _takes_float(hints[name])

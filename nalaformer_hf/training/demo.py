@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.lm_harness import score_sample_tasks
-from nalaformer_hf.training.config import LMTrainConfig, load_config
+from nalaformer_hf.modeling.configuration_nala import PRESETS
+from nalaformer_hf.training.config import LMTrainConfig, check_known, load_config
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lm import CONFIG_FILE, MODEL_DIR, TOKENIZER_DIR, train_lm
 from nalaformer_hf.training.models import count_parameters, match_size
@@ -51,11 +52,21 @@ class DemoSettings:
         preset: The NaLa preset to train.
         steps: Optimizer steps of each model.
         text_file: Text to train on; None takes the source of Python's standard library.
+
+    Raises:
+        ConfigError: There is no such preset or file, or `steps` is not positive.
     """
 
     preset: str = "tiny"
     steps: int = 250
     text_file: str | None = None
+
+    def __post_init__(self) -> None:
+        check_known("preset ", [self.preset], PRESETS)
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        if self.text_file is not None and not Path(self.text_file).is_file():
+            raise ConfigError(f"text_file must be a file, got {self.text_file}")
 
 
 class _Progress:
@@ -179,15 +190,7 @@ def _train(name: str, config: LMTrainConfig, progress: _Progress) -> bool:
 def _generate(model_dir: str) -> dict[str, Any]:
     """Continue the prompt in a new process, which streams to this one's terminal, and return its figures."""
     stats = Path(model_dir).parent / "generation.json"
-    command = [
-        sys.executable,
-        "-m",
-        "nalaformer_hf.cli",
-        "generate",
-        "--model",
-        model_dir,
-        "--prompt",
-        PROMPT,
-    ]
-    subprocess.run([*command, "--max-new-tokens", "200", "--stats", str(stats)], check=True)
+    command = [sys.executable, "-m", "nalaformer_hf.cli", "generate", "--model", model_dir]
+    options = ["--prompt", PROMPT, "--max-new-tokens", "200", "--stats", str(stats)]
+    subprocess.run([*command, *options], check=True)
     return json.loads(stats.read_text(encoding="utf-8"))

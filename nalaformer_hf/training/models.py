@@ -104,10 +104,10 @@ def _config_dict(source: str | dict[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(f"model.config must have the key model_type, got {', '.join(given) or 'no key'}")
     check_known("model_type ", [given["model_type"]], CONFIG_MAPPING)
     if not isinstance(source, str):
-        _check_fields(CONFIG_MAPPING[given["model_type"]], given, where="model.config.")
+        _check_fields(CONFIG_MAPPING[given["model_type"]], given, where="key model.config.")
     return given
 
 
-def _check_fields(config_class: type, given: dict[str, Any], where: str = "model.overrides.") -> None:
+def _check_fields(config_class: type, given: dict[str, Any], where: str = "key model.overrides.") -> None:
     known = {field.name for field in fields(config_class)} | set(getattr(config_class, "attribute_map", {}))
     check_known(where, (name for name in given if name != "model_type"), known)
