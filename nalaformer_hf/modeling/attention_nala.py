@@ -6,8 +6,9 @@ C channels, R packed sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from .configuration_nala import NaLaConfig
 from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
 from .inputs_nala import check_bounds
-from .linear_attention_nala import chunked_attention, step_attention, widen_tables
+from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
 
@@ -30,9 +31,9 @@ class _Tokens(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Tensor | None
+    beta: Any  # None in `linear`
     log_decay: Tensor | None
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: Rotary | None
     inputs: tuple[Tensor, Tensor, Tensor]
     padding: LeftPadding | None
 
@@ -47,9 +48,13 @@ class _Tokens(NamedTuple):
                 return x[:, :length]
             return x.take_along_dim(slots.view(*slots.shape, *(1,) * (x.ndim - 2)), dim=1)
 
-        rotary = self.rotary and tuple(map(cut, self.rotary))
-        inputs = tuple(map(cut, self.inputs))
+        q, k, v = (cut(x) for x in self.inputs)
+        inputs, rotary = (q, k, v), _map_tables(cut, self.rotary)
         return _Tokens(cut(self.q), cut(self.k), cut(self.v), None, None, rotary, inputs, padding)
+
+
+def _map_tables(change: Callable[[Tensor], Tensor], rotary: Rotary | None) -> Rotary | None:
+    return None if rotary is None else (change(rotary[0]), change(rotary[1]))
 
 
 class NaLaAttention(nn.Module):
@@ -126,15 +131,15 @@ class NaLaAttention(nn.Module):
         padding = LeftPadding.of(attention_mask)
         if cu_seqlens is not None:
             hidden_states = hidden_states.reshape(1, batch * length, -1)
-            rotary = rotary and tuple(x.expand(batch, -1, -1).reshape(1, batch * length, -1) for x in rotary)
+            rotary = _map_tables(lambda x: x.expand(batch, -1, -1).reshape(1, batch * length, -1), rotary)
         elif padding is not None:
             hidden_states = padding.sort(hidden_states)
-            rotary = rotary and tuple(padding.sort(x.expand(batch, -1, -1)) for x in rotary)
+            rotary = _map_tables(lambda x: padding.sort(x.expand(batch, -1, -1)), rotary)
         state, window = (None, None) if layer is None else (layer.state, layer.window)
         tokens = self._project(hidden_states, rotary, padding, window, cu_seqlens)
         weights = self._weights(tokens, state, cu_seqlens) if output_attentions else None
         o, new_state = self._mix(tokens, state, cu_seqlens)
-        if layer is not None:
+        if layer is not None and new_state is not None:
             replay = partial(self._replay, tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
         out = self.o_proj(self._norm_and_gate(o, hidden_states))
@@ -142,7 +147,9 @@ class NaLaAttention(nn.Module):
             out = padding.restore(out)
         return out.view(batch, length, -1), weights
 
-    def _check_inputs(self, x: Tensor, mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None):
+    def _check_inputs(
+        self, x: Tensor, mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
+    ) -> None:
         if x.ndim != 3 or x.shape[-1] != self.config.hidden_size:
             raise ValueError(
                 f"hidden_states must be (batch, tokens, {self.config.hidden_size}), got {tuple(x.shape)}."
@@ -163,7 +170,9 @@ class NaLaAttention(nn.Module):
     def _cache_layer(self, cache: Cache | None, batch: int) -> NaLaCacheLayer | None:
         if cache is None:
             return None
-        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        layer: Any = None
+        if self.layer_idx is not None and self.layer_idx < len(cache.layers):
+            layer = cache.layers[self.layer_idx]
         if getattr(layer, "_layer_type", None) != "nala_attention":
             raise ValueError(
                 f"cache: layer {self.layer_idx} must be a NaLa layer, got {type(layer).__name__}; build the "
@@ -176,7 +185,7 @@ class NaLaAttention(nn.Module):
             )
         return layer
 
-    def _rotary(self, position_ids: Tensor | None, x: Tensor, layer: NaLaCacheLayer | None):
+    def _rotary(self, position_ids: Tensor | None, x: Tensor, layer: NaLaCacheLayer | None) -> Rotary | None:
         """Tables (B or 1, T, F / 2) in fp32, or None."""
         if not self.config.use_rotary:
             return None
@@ -188,13 +197,20 @@ class NaLaAttention(nn.Module):
         angles = position_ids.unsqueeze(-1).float() * self.config.rope_parameters["rope_theta"] ** -steps
         return angles.cos(), angles.sin()
 
-    def _project(self, x: Tensor, rotary, padding, window: Tensor | None, cu_seqlens) -> _Tokens:
+    def _project(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        padding: LeftPadding | None,
+        window: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> _Tokens:
         """Projections and convolutions."""
-        inputs = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = inputs
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if padding is not None and self.config.use_short_conv:
+            q, k, v = (y.masked_fill(~padding.real.unsqueeze(-1), 0) for y in (q, k, v))
+        inputs = (q, k, v)
         if self.config.use_short_conv:
-            if padding is not None:
-                inputs = tuple(y.masked_fill(~padding.real.unsqueeze(-1), 0) for y in inputs)
             convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             q, k, v = (
                 conv(y, past, padding, cu_seqlens)
@@ -225,12 +241,16 @@ class NaLaAttention(nn.Module):
         )
         return torch.cat(tuple(ends), dim=-1)
 
-    def _replay(self, tokens: _Tokens, length: int, state: Tensor | None, window: Tensor | None):
+    def _replay(
+        self, tokens: _Tokens, length: int, state: Tensor | None, window: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """State and window after the first `length` of a call's tokens, to roll back into it."""
         tokens = tokens.first(length)
         return self._mix(tokens, state, None)[1], self._window_after(tokens, window)
 
-    def _mix(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
+    def _mix(
+        self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The mixer's output (B, T, H, V) and the state after it, both in fp32."""
         with torch.autocast(tokens.q.device.type, enabled=False):
             if self.config.mixer == "linear":
@@ -254,10 +274,10 @@ class NaLaAttention(nn.Module):
 
     def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
         q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)
-        inputs = (q, k, tokens.v, tokens.beta, tokens.log_decay)
+        v, beta, log_decay = tokens.v, tokens.beta, tokens.log_decay
         if q.shape[1] == 1 and state is not None:
-            return step_delta_rule(*inputs, state)
-        return chunked_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens)
+            return step_delta_rule(q, k, v, beta, log_decay, state)
+        return chunked_delta_rule(q, k, v, beta, log_decay, initial_state=state, cu_seqlens=cu_seqlens)
 
     def _gates(self, x: Tensor, padding: LeftPadding | None) -> tuple[Tensor | None, Tensor | None]:
         """β (B, T, H) of the delta rule, and its log decay, 0 at padding."""
@@ -292,12 +312,14 @@ class NaLaAttention(nn.Module):
             )
         if state is not None:
             raise ValueError("output_attentions needs the keys of all tokens, so the cache must be empty.")
-        fq, fk = map_features(tokens.q, self.spec, True), map_features(tokens.k, self.spec, False)
-        denominators = torch.einsum("bthf,bshf->bhts", fq, fk)
-        numerators = denominators
-        if tokens.rotary is not None:
-            tables = [x.unsqueeze(2) for x in widen_tables(tokens.rotary, fq.dtype)]
-            numerators = torch.einsum("bthf,bshf->bhts", apply_rotary(fq, *tables), apply_rotary(fk, *tables))
+        with torch.autocast(tokens.q.device.type, enabled=False):
+            fq, fk = map_features(tokens.q, self.spec, True), map_features(tokens.k, self.spec, False)
+            denominators = torch.einsum("bthf,bshf->bhts", fq, fk)
+            numerators = denominators
+            if tokens.rotary is not None:
+                cos, sin = (x.unsqueeze(2) for x in widen_tables(tokens.rotary, fq.dtype))
+                turned = apply_rotary(fq, cos, sin), apply_rotary(fk, cos, sin)
+                numerators = torch.einsum("bthf,bshf->bhts", *turned)
         if self.config.is_causal:
             denominators, numerators = denominators.tril(), numerators.tril()
         total = denominators.sum(-1, keepdim=True)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin, LinearAttentionLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_torchdynamo_compiling
+
+LAYER_TYPE = "nala_attention"
 
 # (n, state, window) before a recorded forward pass to (state, window) after its first n tokens.
 Replay = Callable[[int, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
@@ -35,7 +37,7 @@ class NaLaCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     and `crop` refuses.
     """
 
-    _layer_type = "nala_attention"
+    _layer_type = LAYER_TYPE
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
         LinearAttentionLayer.__init__(self)
@@ -63,20 +65,20 @@ class NaLaCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             if not self.records:
                 self.base = (self.state, self.window)
             self.records.append(_Record(num_tokens, replay))
-        if self._may_overwrite(state):
-            self.recurrent_states[0].copy_(state)
-            if window is not None:
-                self.conv_states[0].copy_(window)
+        old_state, old_window = self.recurrent_states[0], self.conv_states[0]
+        if old_state is not None and self._may_overwrite(old_state, state):
+            old_state.copy_(state)
+            if old_window is not None and window is not None:
+                old_window.copy_(window)
             self.cumulative_length += num_tokens
         else:
             self._assign(state, window, self.cumulative_length + num_tokens)
         self.has_previous_state[0] = True
 
-    def _may_overwrite(self, state: Tensor) -> bool:
-        """Whether nobody else needs the old tensors: their fixed address then suits a CUDA graph."""
-        if not self.is_initialized or self.record_past or torch.is_grad_enabled():
+    def _may_overwrite(self, old: Tensor, state: Tensor) -> bool:
+        """Whether nobody else needs the old state: its fixed address then suits a CUDA graph."""
+        if self.record_past or torch.is_grad_enabled():
             return False
-        old = self.recurrent_states[0]
         if is_torchdynamo_compiling():
             return True
         writable = torch.is_inference_mode_enabled() or not old.is_inference()
@@ -210,5 +212,5 @@ def create_nala_mask(
     return mask.contiguous()
 
 
-STATIC_LAYER_TYPE_MAPPING[NaLaCacheLayer._layer_type] = NaLaCacheLayer
-LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[NaLaCacheLayer._layer_type] = create_nala_mask
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NaLaCacheLayer
+LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[LAYER_TYPE] = create_nala_mask

@@ -11,7 +11,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig
+from transformers.generation.configuration_utils import GenerationConfig
 
 from .feature_maps_nala import FeatureSpec
 
@@ -239,20 +239,25 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(f"name: no preset {name!r}; {nearest(name, tuple(PRESETS))}")
         return cls(**{**PRESETS[name], **overrides})
 
+    def _filled(self, field: str) -> Any:
+        """A field that may be None to the constructor, and is filled in by it."""
+        return getattr(self, field)
+
     @property
     def feature_spec(self) -> FeatureSpec:
         """The feature maps' form and constants, `norm_scale` resolved to a number."""
-        scale = self.head_dim**-0.5 if self.norm_scale == "rsqrt_dim" else float(self.norm_scale)
+        scale = self._filled("head_dim") ** -0.5 if self.norm_scale == "rsqrt_dim" else float(self.norm_scale)
         return FeatureSpec(self.feature_form, self.feature_power, self.feature_tau, self.feature_gain, scale)
 
     @property
     def has_recurrent_delta(self) -> bool:
         """Whether some layer keeps a delta-rule state, which cannot be rolled back."""
-        return self.mixer != "linear" and "nala_attention" in self.layer_types
+        return self.mixer != "linear" and "nala_attention" in self._filled("layer_types")
 
     def validate_layer_type(self):
         """Checks `layer_types` against the two kinds of layer of this family."""
-        for layer_type in self.layer_types:
+        layer_types = self._filled("layer_types")
+        for layer_type in layer_types:
             if layer_type == "linear_attention":
                 raise ValueError(
                     "layer_types: 'linear_attention' is another cache's name, use 'nala_attention'."
@@ -261,9 +266,9 @@ class NaLaConfig(PreTrainedConfig):
                 raise ValueError(
                     f"layer_types: no layer type {layer_type!r}; {nearest(layer_type, LAYER_TYPES)}"
                 )
-        if len(self.layer_types) != self.num_hidden_layers:
+        if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types must have one entry a layer, got {len(self.layer_types)} entries for "
+                f"layer_types must have one entry a layer, got {len(layer_types)} entries for "
                 f"num_hidden_layers={self.num_hidden_layers}."
             )
 
@@ -300,16 +305,17 @@ class NaLaConfig(PreTrainedConfig):
         for field in (*fields, "num_key_value_heads", "head_dim", "value_head_dim", "conv_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}.")
-        if "full_attention" not in self.layer_types:
+        if "full_attention" not in self._filled("layer_types"):
             return
-        if self.head_dim % 2:
+        head_dim = self._filled("head_dim")
+        if head_dim % 2:
             raise ValueError(
-                f"head_dim must be even for the rotary embedding of full attention, got {self.head_dim}."
+                f"head_dim must be even for the rotary embedding of full attention, got {head_dim}."
             )
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_attention_heads % self._filled("num_key_value_heads"):
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, got "
-                f"{self.num_attention_heads} and {self.num_key_value_heads}."
+                f"{self.num_attention_heads} and {self._filled('num_key_value_heads')}."
             )
 
     def _validate_features(self):
@@ -333,14 +339,18 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(
                 f"use_rotary concerns the 'linear' mixer only, got use_rotary=True with {self.mixer!r}."
             )
-        if self.rope_parameters["rope_type"] != "default" or self.rope_parameters["rope_theta"] <= 0:
+        if (
+            self._filled("rope_parameters")["rope_type"] != "default"
+            or self._filled("rope_parameters")["rope_theta"] <= 0
+        ):
             raise ValueError(
                 "rope_parameters: use_rotary takes rope_type 'default' and a positive rope_theta, got "
-                f"{self.rope_parameters}."
+                f"{self._filled('rope_parameters')}."
             )
-        if self.feature_spec.width(self.head_dim) % 2:
+        head_dim = self._filled("head_dim")
+        if self.feature_spec.width(head_dim) % 2:
             raise ValueError(
-                f"head_dim must be even for use_rotary with {self.feature_form!r}, got {self.head_dim}."
+                f"head_dim must be even for use_rotary with {self.feature_form!r}, got {head_dim}."
             )
 
     def _validate_delta(self):
@@ -348,11 +358,11 @@ class NaLaConfig(PreTrainedConfig):
             return
         if not self.is_causal:
             raise ValueError(f"is_causal=False needs the 'linear' mixer, got mixer={self.mixer!r}.")
-        key_width = self.feature_spec.width(self.head_dim)
+        key_width = self.feature_spec.width(self._filled("head_dim"))
         if key_width > MAX_DELTA_KEY_WIDTH:
             raise ValueError(
                 f"head_dim: the delta mixers take features up to {MAX_DELTA_KEY_WIDTH} wide, got {key_width} "
-                f"from head_dim={self.head_dim}."
+                f"from head_dim={self._filled('head_dim')}."
             )
 
 

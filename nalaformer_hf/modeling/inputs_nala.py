@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
-from transformers.utils import TransformersKwargs
+from transformers.utils.generic import TransformersKwargs
 
 from .configuration_nala import nearest
 
@@ -36,15 +36,15 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, hidden_
     Raises:
         ValueError: If not.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        given = "none" if input_ids is None else "both"
-        raise ValueError(f"give either input_ids or inputs_embeds, got {given}.")
-    if input_ids is not None:
+    if input_ids is not None and inputs_embeds is None:
         name, tokens, wanted = "input_ids", input_ids, "integers (batch, tokens)"
         fits = tokens.ndim == 2 and not tokens.is_floating_point()
-    else:
+    elif inputs_embeds is not None and input_ids is None:
         name, tokens, wanted = "inputs_embeds", inputs_embeds, f"floats (batch, tokens, {hidden_size})"
         fits = tokens.ndim == 3 and tokens.is_floating_point() and tokens.shape[-1] == hidden_size
+    else:
+        given = "none" if input_ids is None else "both"
+        raise ValueError(f"give either input_ids or inputs_embeds, got {given}.")
     if not fits or tokens.shape[1] == 0:
         raise ValueError(
             f"{name} must be {wanted} with at least one token, got {tokens.dtype} {tuple(tokens.shape)}."

@@ -6,13 +6,13 @@ Letters in shapes: B batch, T tokens, C hidden size, R packed sequences.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -24,10 +24,8 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_nala import NaLaAttention
@@ -55,15 +53,15 @@ class NaLaPreTrainedModel(HubModel):
     config_class = NaLaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["NaLaBlock"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["cache"]
+    _no_split_modules = ["NaLaBlock"]
+    _skip_keys_device_placement = ["cache"]
     _input_embed_layer = "embeddings"
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _can_record_outputs = {
         "hidden_states": NaLaBlock,
         "attentions": [NaLaAttention, NaLaFullAttention],
     }
@@ -118,7 +116,7 @@ class NaLaModel(NaLaPreTrainedModel):
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of each token.
 
@@ -142,37 +140,36 @@ class NaLaModel(NaLaPreTrainedModel):
         check_keywords(kwargs)
         check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
         check_cache(cache)
-        if inputs_embeds is None:
-            inputs_embeds = self.embeddings(input_ids)
-        check_positions(position_ids, *inputs_embeds.shape[:2])
-        cu_seqlens = packed_bounds(inputs_embeds, attention_mask, position_ids, cache, kwargs)
+        x: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        check_positions(position_ids, *x.shape[:2])
+        cu_seqlens = packed_bounds(x, attention_mask, position_ids, cache, kwargs)
         use_cache = use_cache and cu_seqlens is None and self.config.is_causal
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        if position_ids is None:
-            position_ids = default_positions(inputs_embeds, attention_mask, cache, cu_seqlens)
+        positions = position_ids
+        if positions is None:
+            positions = default_positions(x, attention_mask, cache, cu_seqlens)
         gives_attentions = self._gives_attentions(kwargs)
         mixer_inputs: dict[str, dict[str, Any]] = {
             "nala_attention": {"cu_seqlens": cu_seqlens, "output_attentions": gives_attentions}
         }
         if self.rotary_emb is not None:
             mixer_inputs["full_attention"] = {
-                "position_embeddings": self.rotary_emb(inputs_embeds, position_ids),
+                "position_embeddings": self.rotary_emb(x, positions),
                 "is_causal": self.config.is_causal,
                 **_flash_keywords(cu_seqlens),
             }
-        masks = self._masks(inputs_embeds, attention_mask, position_ids, cache, cu_seqlens)
-        hidden_states = inputs_embeds
+        masks = self._masks(x, attention_mask, positions, cache, cu_seqlens)
         for block in self.layers:
-            hidden_states = block(
-                hidden_states,
-                attention_mask=masks[block.layer_type],
-                position_ids=position_ids,
+            layer_type = str(block.layer_type)
+            x = block(
+                x,
+                attention_mask=masks[layer_type],
+                position_ids=positions,
                 cache=cache,
-                **mixer_inputs[block.layer_type],
+                **mixer_inputs[layer_type],
             )
-        hidden_states = self.norm(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, cache=cache if use_cache else None)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache if use_cache else None)
 
     def _gives_attentions(self, keywords: dict) -> bool:
         wanted = bool(keywords.get("output_attentions", self.config.output_attentions))
@@ -192,7 +189,7 @@ class NaLaModel(NaLaPreTrainedModel):
         if "nala_attention" in self.config.layer_types:
             masks["nala_attention"] = create_nala_mask(self.config, x, attention_mask, cache)
         if "full_attention" in self.config.layer_types:
-            within = {"position_ids": position_ids}
+            within: dict[str, Any] = {"position_ids": position_ids}
             if cu_seqlens is not None:
                 attention_mask = None
                 owners = sequence_of_token(x, cu_seqlens)
@@ -225,7 +222,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
     """Language model: `NaLaModel` and a head over the vocabulary, tied to the embeddings if so configured."""
 
     _auto_class = "AutoModelForCausalLM"
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embeddings.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
 
     def __init__(self, config: NaLaConfig):
         super().__init__(config)
@@ -247,7 +244,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the loss against `labels`.
 
@@ -317,7 +314,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Logits of the labels (B, num_labels), and the loss against `labels`.
 
@@ -363,7 +360,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         pad = self.config.pad_token_id
         if input_ids is not None and pad is not None:
             return input_ids != pad
-        batch = len(input_ids if inputs_embeds is None else inputs_embeds)
+        batch = max(len(x) for x in (input_ids, inputs_embeds) if x is not None)
         if batch > 1:
             raise ValueError(
                 f"attention_mask: {batch} rows need one, or config.pad_token_id and input_ids, to find their "
@@ -415,7 +412,7 @@ class NaLaForQuestionAnswering(GenericForQuestionAnswering, NaLaPreTrainedModel)
         """The embeddings, which the generic head expects under another name."""
         return self.model.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Puts other embeddings in place."""
         self.model.embeddings = value
 
