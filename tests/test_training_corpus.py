@@ -68,6 +68,16 @@ def test_files_of_their_own_for_evaluation(files):
     assert len(corpus.heldout) == 3
 
 
+def test_folder_with_splits_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split, texts in {"train": TEXTS[:15], "test": TEXTS[15:]}.items():
+        (tmp_path / "set").mkdir(exist_ok=True)
+        Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "set" / f"{split}.parquet")
+    corpus = load_corpus(DataSection(hub=str(tmp_path / "set"), heldout_split="test"), seed=0)
+    assert list(corpus.train["text"]) == TEXTS[:15]
+    assert list(corpus.heldout["text"]) == TEXTS[15:]
+
+
 def test_stdlib_is_the_running_pythons_own():
     corpus = load_corpus(DataSection(corpus="stdlib"), seed=0)
     texts = [*corpus.train["text"], *corpus.heldout["text"]]

@@ -145,6 +145,10 @@ def test_run_leaves_what_it_promises(text, tmp_path, model):
     assert result.heldout_bits_per_byte == evaluations[2] < evaluations[1] < evaluations[0]
     trained = AutoModelForCausalLM.from_pretrained(result.model_dir)
     assert trained.config.use_cache
+    if model == "nala":
+        card = (Path(result.model_dir) / "README.md").read_text(encoding="utf-8")
+        assert f"- optimizer steps: {STEPS}\n- sequences a step: 4\n- tokens a sequence: 32\n" in card
+        assert f"- held-out bits per byte: {result.heldout_bits_per_byte:.4f}".rstrip("0") in card
     tokenizer = AutoTokenizer.from_pretrained(result.model_dir)
     prompt = tokenizer("delta", return_tensors="pt")
     assert trained.generate(**prompt, max_new_tokens=3, min_new_tokens=3).shape[1] > 3

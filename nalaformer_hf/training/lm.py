@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from nalaformer_hf.training.blocks import PackedStream, pack_corpus, pack_in_memory, pad_blocks
 from nalaformer_hf.training.checkpoints import last_complete_checkpoint
-from nalaformer_hf.training.config import LMTrainConfig
+from nalaformer_hf.training.config import DataSection, LMTrainConfig
 from nalaformer_hf.training.corpus import count_bytes, load_corpus
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.interrupt import InterruptCallback
@@ -99,7 +99,7 @@ def train_lm(config: LMTrainConfig, *, resume: bool = False) -> TrainResult:
     )
     checkpoint = arguments.resume_from_checkpoint or last_complete_checkpoint(output_dir)
     finished = _train(trainer, None if checkpoint is None else Path(checkpoint))
-    return _finish(trainer, output_dir) if finished else _result(trainer, output_dir)
+    return _finish(trainer, config) if finished else _result(trainer, output_dir)
 
 
 def _open_run(config: LMTrainConfig, *, resume: bool) -> None:
@@ -169,9 +169,12 @@ def _train(trainer: LMTrainer, checkpoint: Path | None) -> bool:
     return trainer.state.global_step >= max_steps
 
 
-def _finish(trainer: LMTrainer, output_dir: Path) -> TrainResult:
-    """Evaluate, save the model, and note the result."""
+def _finish(trainer: LMTrainer, config: LMTrainConfig) -> TrainResult:
+    """Evaluate, save the model with what its card says of its training, and note the result."""
+    output_dir = config.output_dir
     metrics = _metrics_now(trainer) or trainer.evaluate()
+    if hasattr(trainer.language_model.config, "training_facts"):
+        trainer.language_model.config.training_facts = _facts(trainer, config.data, metrics)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(commit_message="End of training")
     target = output_dir / MODEL_DIR
@@ -180,6 +183,19 @@ def _finish(trainer: LMTrainer, output_dir: Path) -> TrainResult:
     if trainer.args.should_save:
         (output_dir / RESULT_FILE).write_text(json.dumps(asdict(result), indent=2), encoding="utf-8")
     return result
+
+
+def _facts(trainer: LMTrainer, data: DataSection, metrics: dict[str, float]) -> dict[str, Any]:
+    """What the model card says of the training; files of the user's are not named."""
+    facts = {
+        "text": data.hub or data.corpus or "files",
+        "optimizer steps": trainer.state.global_step,
+        "sequences a step": trainer.get_total_train_batch_size(trainer.args),
+        "tokens a sequence": data.block_size,
+        "peak learning rate": trainer.args.learning_rate,
+        "held-out bits per byte": round(metrics["eval_bits_per_byte"], 4),
+    }
+    return facts | ({"datasets": [data.hub]} if data.hub and not Path(data.hub).exists() else {})
 
 
 def _metrics_now(trainer: LMTrainer) -> dict[str, float] | None:

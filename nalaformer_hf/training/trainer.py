@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from nalaformer_hf.training.checkpoints import drop_old_checkpoints, publish, staging_folder, staging_path
@@ -96,6 +96,7 @@ class LMTrainer(Trainer):
         self.save_model(str(staging), _internal_call=True)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
+            (staging / TRAINING_ARGS_NAME).unlink()  # a pickle with paths of this machine
             publish(staging, target)
         self.accelerator.wait_for_everyone()
 
