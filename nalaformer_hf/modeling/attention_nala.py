@@ -7,7 +7,6 @@ C channels, R packed sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .cache_nala import NaLaCacheLayer
+from .cache_nala import NaLaCacheLayer, Replay
 from .configuration_nala import NaLaConfig
 from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
@@ -140,7 +139,7 @@ class NaLaAttention(nn.Module):
         weights = self._weights(tokens, state, cu_seqlens) if output_attentions else None
         o, new_state = self._mix(tokens, state, cu_seqlens)
         if layer is not None and new_state is not None:
-            replay = partial(self._replay, tokens) if self.config.mixer == "linear" else None
+            replay = self._replay_of(tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
         out = self.o_proj(self._norm_and_gate(o, hidden_states))
         if padding is not None:
@@ -241,12 +240,14 @@ class NaLaAttention(nn.Module):
         )
         return torch.cat(tuple(ends), dim=-1)
 
-    def _replay(
-        self, tokens: _Tokens, length: int, state: Tensor | None, window: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """State and window after the first `length` of a call's tokens, to roll back into it."""
-        tokens = tokens.first(length)
-        return self._mix(tokens, state, None)[1], self._window_after(tokens, window)
+    def _replay_of(self, tokens: _Tokens) -> Replay:
+        """What rolls back into a call; a plain function, which a copy of the cache shares."""
+
+        def replay(length: int, state: Tensor | None, window: Tensor | None):
+            first = tokens.first(length)
+            return self._mix(first, state, None)[1], self._window_after(first, window)
+
+        return replay
 
     def _mix(
         self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None

@@ -1,6 +1,7 @@
 """The cache: steps and pieces equal one pass; rows move, tokens are taken back, gradients flow through."""
 
 import copy
+import inspect
 from itertools import pairwise
 
 import pytest
@@ -158,6 +159,20 @@ def test_crop_takes_back_the_callers_last_tokens_whatever_the_padding(name, remo
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["linear", "linear-hybrid"])
+def test_a_copied_recording_rolls_back_on_its_own(name):
+    model, ids = tiny_model(name), random_ids(1, 12)
+    _, cache = in_pieces(model, ids, [0, 6])
+    cache.activate_past_recording()
+    in_pieces(model, ids[:, 6:], range(5), cache)
+    branch = copy.deepcopy(cache)
+    branch.crop(-3)
+    assert (int(cache.get_seq_length()), int(branch.get_seq_length())) == (10, 7)
+    for recorded, start in ((cache, 10), (branch, 7)):
+        assert error(model(ids[:, start:], cache=recorded).logits, model(ids).logits[:, start:]) < TOLERANCE
+
+
+@torch.no_grad()
 def test_crop_is_exact_under_autocast():
     model, ids = tiny_model("linear"), random_ids(1, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -180,7 +195,7 @@ def test_a_recorded_token_costs_less_than_a_state():
         states = {id(x) for x in (layer.state, layer.base[0])}
         assert len(layer.records) == 6
         for record in layer.records:
-            (tokens,) = record.replay.args
+            tokens = inspect.getclosurevars(record.replay).nonlocals["tokens"]
             assert not states & {id(x) for x in tokens}
             assert sum(x.numel() for x in (tokens.q, tokens.k, tokens.v)) < layer.state.numel()
 
@@ -225,6 +240,21 @@ def test_gradients_flow_through_the_cached_state(name):
     logits = torch.cat([x.logits for x in (first, second, third)], dim=1)
     (actual,) = torch.autograd.grad(logits.square().mean(), embeds)
     assert error(actual, expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_after_a_prefill_without_gradients(name):
+    model, ids = tiny_model(name), random_ids(2, 12)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits[:, 5:]
+    (expected,) = torch.autograd.grad(logits.square().mean(), embeds)
+    with torch.no_grad():
+        cache = model(inputs_embeds=embeds[:, :5], use_cache=True).cache
+    bounds = [5, 6, 7, 12]
+    logits = [model(inputs_embeds=embeds[:, i:j], cache=cache).logits for i, j in pairwise(bounds)]
+    (actual,) = torch.autograd.grad(torch.cat(logits, dim=1).square().mean(), embeds)
+    assert (actual[:, :5] == 0).all()
+    assert error(actual[:, 5:], expected[:, 5:]) < 1e-4
 
 
 @pytest.mark.parametrize("name", FEW)
