@@ -33,7 +33,7 @@ from .feature_maps_nala import (
 
 CHUNK_SIZE = 64
 # Elements of q whose features are in memory together: few enough for a CPU's cache, enough to fill a GPU.
-SEGMENT_SIZE = {"cpu": 1 << 19, "cuda": 1 << 26}
+SEGMENT_SIZE = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -77,7 +77,7 @@ class _Side(NamedTuple):
         """Gradient of the rows of q or k."""
         if self.tables is not None:
             grad_turned = apply_rotary(grad_turned, *self.tables, self.plan.rotary_layout, transpose=True)
-        return features_grad(self.mapped, grad_turned + grad_plain, self.plan.spec, self.is_query)
+        return features_grad(self.mapped, grad_turned.add_(grad_plain), self.plan.spec, self.is_query)
 
 
 def _side(
@@ -393,12 +393,15 @@ def step_attention(
     Returns o (B, 1, H, V) and the new state.
     """
     fq, fk = map_features(q[:, 0], spec, True), map_features(k[:, 0], spec, False)
-    rq, rk = fq, fk
-    if rotary is not None:
+    v = upcast(v[:, 0])
+    if rotary is None:
+        w = torch.cat((v, v.new_ones(*v.shape[:-1], 1)), dim=-1)
+        state = torch.addcmul(state, fk.unsqueeze(-1), w.unsqueeze(-2))
+        num, den = (fq.unsqueeze(-2) @ state).squeeze(-2).split((v.shape[-1], 1), dim=-1)
+    else:
         cos, sin = widen_tables(rotary, fq.dtype, fq.shape[-1] // rotary[0].shape[-1])
         rq, rk = (apply_rotary(phi, cos, sin, rotary_layout) for phi in (fq, fk))
-    S = torch.addcmul(state[..., :-1], rk.unsqueeze(-1), upcast(v[:, 0]).unsqueeze(-2))
-    z = state[..., -1] + fk
-    num = (rq.unsqueeze(-2) @ S).squeeze(-2)
-    den = (fq * z).sum(-1, keepdim=True)
-    return _normalise(num, den)[0].unsqueeze(1), torch.cat((S, z.unsqueeze(-1)), dim=-1)
+        state = state + torch.cat((rk.unsqueeze(-1) * v.unsqueeze(-2), fk.unsqueeze(-1)), dim=-1)
+        num = (rq.unsqueeze(-2) @ state[..., :-1]).squeeze(-2)
+        den = (fq * state[..., -1]).sum(-1, keepdim=True)
+    return _normalise(num, den)[0].unsqueeze(1), state

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from op_cases import FORMS, ROTARIES, make_case
+from op_cases import BACKENDS, FORMS, ROTARIES, make_case, qkv, tables
 from tolerances import EXACT, TOLERANCES, assert_close_rows
 
-from nalaformer_hf.ops import resolve_backend
+from nalaformer_hf.ops import nala_attention, nala_feature_maps, resolve_backend
+from nalaformer_hf.ops.reference import rotate_phase
 
 C = 64
 PACKED = [0, 0, 3, 70, 70, 150, 150]
@@ -75,7 +76,7 @@ def test_lower_precision(dtype, form, rotary, causal, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "recurrent", "torch"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dtypes_that_come_out(dtype, backend):
     case = make_case("cosine", 5, dtype=dtype)
     outputs, gradients = case.run(backend)
@@ -88,3 +89,17 @@ def test_auto_can_be_asked_what_it_picks():
     case = make_case("cosine", 20, dtype=torch.float32)
     assert resolve_backend("auto") == "torch"
     assert torch.equal(case.run("auto")[0]["o"], case.run(resolve_backend("auto"))[0]["o"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_is_a_sum_of_feature_maps(form, backend):
+    """S sums φ̃(k) vᵀ and z sums φ(k), in the basis that `nala_feature_maps` returns."""
+    q, k, v = qkv(2, 70, 2, 8, 5)
+    cos, sin = tables("phase", form, 70, 8)
+    _, state = nala_attention(q, k, v, form=form, rotary=(cos, sin), output_final_state=True, backend=backend)
+    assert state is not None
+    phi = nala_feature_maps(q, k, form=form)[1]
+    turned = rotate_phase(phi, cos.unsqueeze(1), sin.unsqueeze(1))
+    assert_close_rows(state[0], torch.einsum("bthf,bthv->bhfv", turned, v), EXACT)
+    assert_close_rows(state[1], phi.sum(1), EXACT)
