@@ -18,7 +18,7 @@ def options_of(case) -> dict:
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 3, 5, 5]])
 def test_causal_chunks(form, rotary, bounds):
-    case = make_case(form, 5, B=1, H=2, D=4, V=3, rotary=rotary, bounds=bounds)
+    case = make_case(form, 5, B=1, H=1, D=4, V=2, rotary=rotary, bounds=bounds)
     S0, z0 = case.options["initial_state"]
 
     def chunks(q, k, v, S, z):
@@ -34,7 +34,7 @@ def test_causal_chunks(form, rotary, bounds):
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 3, 5, 5]])
 def test_bidirectional_chunks(form, rotary, bounds):
-    case = make_case(form, 5, B=1, H=2, D=4, V=3, rotary=rotary, causal=False, bounds=bounds)
+    case = make_case(form, 5, B=1, H=1, D=4, V=2, rotary=rotary, causal=False, bounds=bounds)
 
     def chunks(q, k, v):
         return chunked_attention(q, k, v, FeatureSpec(form), eps=0.1, chunk_size=2, **options_of(case))[0]
@@ -45,7 +45,7 @@ def test_bidirectional_chunks(form, rotary, bounds):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["reference", "recurrent", "torch"])
 def test_public_function_with_a_state(form, backend):
-    case = make_case(form, 3, B=2, H=1, D=4, V=3, rotary="phase")
+    case = make_case(form, 3, B=2, H=1, D=4, V=2, rotary="phase")
     S0, z0 = case.options.pop("initial_state")
 
     def attend(q, k, v, S, z):
@@ -58,7 +58,7 @@ def test_public_function_with_a_state(form, backend):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rotary", ROTARIES)
 def test_one_step(form, rotary):
-    case = make_case(form, 1, B=2, H=2, D=4, V=3, rotary=rotary)
+    case = make_case(form, 1, B=2, H=1, D=4, V=2, rotary=rotary)
     S0, z0 = case.options["initial_state"]
     options = {name: case.options[name] for name in ("rotary", "rotary_layout")}
 

@@ -172,7 +172,7 @@ def test_autocast_changes_no_bit(backend, causal, dtype):
             assert torch.equal(cast_gradients[name], x), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["recurrent", "torch"])
 def test_state_stays_fp32_over_a_long_decode(backend):
     """With v = 1 every output is 1. A bf16 z stalls: 1.125 after 1,152 tokens."""
     gen = torch.Generator().manual_seed(0)
@@ -221,7 +221,7 @@ def test_early_causal_rows_are_bounded(D, largest):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_early_causal_gradients_are_bounded(backend):
-    q, k, v = qkv(64, 5, 16, 64, 64)
+    q, k, v = qkv(32, 5, 8, 64, 16)
     o, _ = nala_attention(q, k, v, rotary=tables("phase", "cosine", 5, 64), backend=backend)
     grad_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0), dtype=o.dtype)
     largest = torch.linalg.vector_norm(grad_o, dim=-1).max()
