@@ -27,7 +27,7 @@ SHAPE = {
 }
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
-    "nala": NaLaConfig(**SHAPE),
+    "nala": NaLaConfig(**SHAPE, mixer="linear"),
     "nala-delta": NaLaConfig(**SHAPE, mixer="gated_delta"),
     "nala-hybrid": NaLaConfig(**SHAPE, layer_types=["nala_attention", "full_attention"]),
 }

@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "num_attention_heads": 8,
     },
-    "340m-linear": {**_SIZE_340M, "num_hidden_layers": 24, "num_attention_heads": 8},
+    "340m-linear": {**_SIZE_340M, "num_hidden_layers": 24, "num_attention_heads": 8, "mixer": "linear"},
     "340m-deltanet": {
         **_SIZE_340M,
         "num_hidden_layers": 24,
@@ -158,7 +158,7 @@ class NaLaConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     value_head_dim: int | None = None
-    mixer: str = "linear"
+    mixer: str = "gated_delta"
     layer_types: list[str] | None = None
     feature_form: str = "cosine"
     feature_power: float | int = 3.0

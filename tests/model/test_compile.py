@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import FEW, error, random_ids, tiny_model
+from tiny_models import FEW, HYBRIDS, error, random_ids, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -21,15 +21,18 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def small_model(name):
+    """One layer where that is enough: tracing takes seconds a layer."""
+    return tiny_model(name) if name in HYBRIDS else tiny_model(name, num_hidden_layers=1)
+
+
 def generate(model, ids, length=20, **options):
     return model.generate(ids, max_new_tokens=length, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("name", ["linear", *(pytest.param(name, marks=SLOW) for name in FEW[1:])])
 def test_decoding_traces_once(name):
-    model, ids = tiny_model(name, num_hidden_layers=1), random_ids(2, 9)
-    if name == "linear-rotary-hybrid":
-        model = tiny_model(name)
+    model, ids = small_model(name), random_ids(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     expected = [generate(model, ids), generate(model, ids, attention_mask=mask)]
@@ -46,7 +49,7 @@ def test_decoding_traces_once(name):
 
 @pytest.mark.parametrize("name", ["gated_delta", *(pytest.param(name, marks=SLOW) for name in FEW[:3])])
 def test_static_decoding_is_one_graph(name):
-    model, config = tiny_model(name), CompileConfig(backend=TRACE_ONLY, fullgraph=True, mode=None)
+    model, config = small_model(name), CompileConfig(backend=TRACE_ONLY, fullgraph=True, mode=None)
     config._compile_all_devices = True
     for length, prompt in ((20, 9), (12, 11)):
         ids = random_ids(2, prompt)
@@ -58,9 +61,7 @@ def test_static_decoding_is_one_graph(name):
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize("name", ["linear", *(pytest.param(name, marks=SLOW) for name in FEW[1:])])
 def test_compiled_decoding(name):
-    model, ids = tiny_model(name), random_ids(2, 9)
-    if name == "linear":
-        model = tiny_model(name, num_hidden_layers=1)
+    model, ids = small_model(name), random_ids(2, 9)
     config = CompileConfig(fullgraph=True, mode="default")
     config._compile_all_devices = True
     compiled = generate(model, ids, 40, cache_implementation="static", compile_config=config)
@@ -84,7 +85,7 @@ def check_compiled_training(model, backend, **extra):
 
 @pytest.mark.parametrize("name", ["linear", *(pytest.param(name, marks=SLOW) for name in FEW[1:])])
 def test_traced_training_step_is_one_graph(name):
-    check_compiled_training(tiny_model(name).train(), TRACE_ONLY)
+    check_compiled_training(small_model(name).train(), TRACE_ONLY)
     assert num_graphs() == 1
     assert not counters["graph_break"]
 
@@ -102,4 +103,4 @@ def test_traced_training_step_of_padded_and_packed_rows(name):
 @pytest.mark.needs_compiler
 @pytest.mark.parametrize("name", FEW)
 def test_compiled_training_step(name):
-    check_compiled_training(tiny_model(name).train(), "inductor")
+    check_compiled_training(small_model(name).train(), "inductor")

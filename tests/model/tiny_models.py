@@ -44,6 +44,7 @@ def tiny_config(name: str = "linear", **fields: Any) -> NaLaConfig:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "mixer": "linear",
         "initializer_range": 0.4,
         "bos_token_id": 1,
         "eos_token_id": None,
