@@ -4,7 +4,8 @@
 
 Whole models of 8 layers, width 512, head dim 64, intermediate 1,408, vocabulary 4,096, batch 1, fp32; the
 Llama uses SDPA, NaLa its `linear` mixer without and with the short convolution. First it is checked that
-cached steps equal one pass; then the models take turns, and medians and ratios are printed and written as JSON.
+cached steps equal one pass; then the models take turns, and medians and ratios are printed and written as
+JSON.
 """
 
 from __future__ import annotations
