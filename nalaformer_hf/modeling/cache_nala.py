@@ -193,18 +193,18 @@ def create_nala_mask(
         return None
     batch, length = inputs_embeds.shape[:2]
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < length:
+    has_past = cache is not None and any(getattr(layer, "state", None) is not None for layer in cache.layers)
+    if len(shape) != 2 or shape[0] not in (1, batch) or shape[1] < length + has_past:
         raise ValueError(
-            f"attention_mask must be (batch, past + new tokens), here ({batch}, at least {length}), for NaLa "
+            f"attention_mask must be (batch, past + new tokens), here ({batch}, past + {length}), for NaLa "
             f"layers, got shape {shape}."
         )
     # Looking at values makes an accelerator wait: worth it for a prefill, not for a decode step.
     may_look = not is_torchdynamo_compiling() and (length > 1 or attention_mask.device.type == "cpu")
     past = int(cache.get_seq_length()) if may_look and cache is not None else 0
-    if may_look and shape[1] not in (length, past + length):
+    if may_look and shape[1] != past + length:
         raise ValueError(
-            f"attention_mask must cover the {length} new tokens, or these and the {past} before them, got "
-            f"{shape[1]} columns."
+            f"attention_mask must cover the {past} past and {length} new tokens, got {shape[1]} columns."
         )
     mask = attention_mask[:, -length:].expand(batch, -1)
     if may_look and bool(mask.all()):

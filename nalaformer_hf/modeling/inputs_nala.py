@@ -86,9 +86,9 @@ def default_positions(x: Tensor, mask: Any, cache: Cache | None, cu_seqlens: Ten
     if cu_seqlens is not None:
         tokens = torch.arange(batch * length, device=x.device)
         return (tokens - cu_seqlens[sequence_of_token(x, cu_seqlens).flatten()]).view(batch, length)
-    past = 0 if cache is None else cache.get_seq_length()
-    if isinstance(mask, Tensor) and mask.ndim == 2 and (mask.shape[1] > length or int(past) == 0):
+    if isinstance(mask, Tensor) and mask.ndim == 2:
         return (mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]
+    past = 0 if cache is None else cache.get_seq_length()
     return (torch.arange(length, device=x.device) + past).unsqueeze(0)
 
 

@@ -191,7 +191,6 @@ class NaLaModel(NaLaPreTrainedModel):
         if "full_attention" in self.config.layer_types:
             within: dict[str, Any] = {"position_ids": position_ids}
             if cu_seqlens is not None:
-                attention_mask = None
                 owners = sequence_of_token(x, cu_seqlens)
                 within = {"and_mask_function": packed_sequence_mask_function(owners)}
             masks["full_attention"] = create_causal_mask(
@@ -320,7 +319,8 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
 
         Args:
             input_ids: As for `NaLaModel.forward`, like all arguments not listed here.
-            attention_mask: (B, T), 1 at real tokens; None: those that are not `config.pad_token_id`.
+            attention_mask: (B, past + T), 1 at real tokens; None: those that are not `config.pad_token_id`,
+                or all of one row that continues a cache.
             position_ids: (B, T).
             cache: What an earlier call returned.
             inputs_embeds: (B, T, C).
@@ -332,7 +332,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             ValueError: If nothing tells which tokens of a batch's rows are real.
         """
         if attention_mask is None:
-            attention_mask = self._real_tokens(input_ids, inputs_embeds)
+            attention_mask = self._real_tokens(input_ids, inputs_embeds, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -355,16 +355,18 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _real_tokens(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
+    def _real_tokens(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: Cache | None
+    ) -> Tensor | None:
         """(B, T), True at real tokens; None for one row that has no padding."""
         pad = self.config.pad_token_id
-        if input_ids is not None and pad is not None:
+        if input_ids is not None and pad is not None and cache is None:
             return input_ids != pad
         batch = max(len(x) for x in (input_ids, inputs_embeds) if x is not None)
         if batch > 1:
             raise ValueError(
-                f"attention_mask: {batch} rows need one, or config.pad_token_id and input_ids, to find their "
-                "real tokens, got None."
+                f"attention_mask: {batch} rows need one, or config.pad_token_id and input_ids without a "
+                "cache, to find their real tokens, got None."
             )
         return None
 

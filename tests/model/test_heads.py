@@ -84,6 +84,14 @@ def test_classification_continues_a_cache():
     model, ids = tiny_model("linear", NaLaForSequenceClassification), random_ids(1, 9)
     cache = model(ids[:, :6], use_cache=True).cache
     assert error(model(ids[:, 6:], cache=cache).logits, model(ids).logits) < 1e-5
+    cache = model(ids[:, :6].repeat(2, 1), use_cache=True).cache
+    with pytest.raises(ValueError, match="attention_mask: 2 rows need one"):
+        model(ids[:, 6:].repeat(2, 1), cache=cache)
+    mask = torch.ones(2, 9)
+    mask[0, 8] = 0
+    continued = model(ids[:, 6:].repeat(2, 1), cache=cache, attention_mask=mask).logits
+    assert error(continued[0], model(ids[:, :8]).logits[0]) < 1e-5
+    assert error(continued[1], model(ids).logits[0]) < 1e-5
 
 
 def test_classification_must_know_the_real_tokens():
