@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .cache_nala import NaLaCacheLayer, Replay
 from .configuration_nala import NaLaConfig
@@ -295,8 +294,8 @@ class NaLaAttention(nn.Module):
     def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
         """Norm of the mixer's output in fp32, gate, (B, T, H V) in the dtype of x."""
         norm = self.o_norm
-        if isinstance(norm, LlamaRMSNorm):
-            o = norm(o)
+        if isinstance(norm, nn.RMSNorm):
+            o = F.rms_norm(o, o.shape[-1:], norm.weight.to(o), norm.eps)
         o = o.flatten(-2)
         if isinstance(norm, nn.LayerNorm):
             o = F.layer_norm(o, o.shape[-1:], norm.weight.to(o), norm.bias.to(o), norm.eps)
@@ -337,5 +336,5 @@ def _output_norm(config: NaLaConfig) -> nn.Module | None:
     if config.output_norm == "layer_norm":
         return nn.LayerNorm(config.num_attention_heads * config.value_head_dim)
     if config.output_norm == "head_rms_norm":
-        return LlamaRMSNorm(config.value_head_dim, eps=config.rms_norm_eps)
+        return nn.RMSNorm(config.value_head_dim, eps=config.rms_norm_eps)
     return None

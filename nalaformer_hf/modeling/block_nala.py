@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
 
@@ -43,10 +42,10 @@ class NaLaBlock(GradientCheckpointingLayer):
     def __init__(self, config: NaLaConfig, layer_idx: int):
         super().__init__()
         self.layer_type = config.layer_types[layer_idx]
-        self.attn_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         attention = NaLaAttention if self.layer_type == "nala_attention" else NaLaFullAttention
         self.attn = attention(config, layer_idx)
-        self.mlp_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden_states: Tensor, **mixer_inputs) -> Tensor:

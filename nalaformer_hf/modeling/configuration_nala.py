@@ -22,7 +22,13 @@ OUTPUT_NORMS = ("layer_norm", "head_rms_norm", "none")
 # Features are twice as wide as heads; flash-linear-attention's delta-rule kernels stop at a key width of 256.
 MAX_DELTA_KEY_WIDTH = 256
 
-_SIZE_340M: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+# The paper's models, so with its norm_scale.
+_SIZE_340M: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "vocab_size": 32000,
+    "norm_scale": 1.0,
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 256,
@@ -164,7 +170,7 @@ class NaLaConfig(PreTrainedConfig):
     feature_power: float | int = 3.0
     feature_tau: float | int = 0.5
     feature_gain: float | int = 20.0
-    norm_scale: float | int | str = 1.0
+    norm_scale: float | int | str = "rsqrt_dim"
     use_rotary: bool = False
     use_short_conv: bool = True
     conv_size: int = 4

@@ -140,7 +140,8 @@ class _MapFeatures(torch.autograd.Function):
 
 def map_features(x: Tensor, spec: FeatureSpec, is_query: bool) -> Tensor:
     """Differentiable features of queries or keys, (..., D) to (..., F), in fp32 (float64 for float64)."""
-    return _MapFeatures.apply(upcast(x), spec, is_query)
+    x = upcast(x)
+    return _MapFeatures.apply(x, spec, is_query) if x.requires_grad else features(x, spec, is_query).phi
 
 
 def upcast(x: Tensor) -> Tensor:
