@@ -118,6 +118,10 @@ _LIBRARY_KEYWORDS = {
 }
 
 
+# `layer_types` in a saved config: the Trainer reads that with the base class, which knows no layer of ours.
+SAVED_LAYER_TYPES = "nala_layer_types"
+
+
 @plain_errors
 @strict
 class NaLaConfig(PreTrainedConfig):
@@ -194,6 +198,7 @@ class NaLaConfig(PreTrainedConfig):
     training_facts: dict | None = None
 
     def __post_init__(self, **kwargs):
+        saved_layer_types = kwargs.pop(SAVED_LAYER_TYPES, None)
         for keyword in self._foreign(kwargs):
             raise TypeError(f"NaLaConfig has no field {keyword!r}; {nearest(keyword, self._field_names())}")
         if self.head_dim is None:
@@ -208,7 +213,7 @@ class NaLaConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.layer_types is None:
-            self.layer_types = ["nala_attention"] * self.num_hidden_layers
+            self.layer_types = saved_layer_types or ["nala_attention"] * self.num_hidden_layers
         if self.output_norm is None:
             self.output_norm = "layer_norm" if self.mixer == "linear" else "head_rms_norm"
         super().__post_init__(**kwargs)
@@ -221,6 +226,7 @@ class NaLaConfig(PreTrainedConfig):
     def _foreign(cls, keywords: dict[str, Any]) -> list[str]:
         """Keywords that are neither fields nor the library's."""
         known = {*cls._field_names(), *_LIBRARY_KEYWORDS, *GenerationConfig._get_default_generation_params()}
+        known.add(SAVED_LAYER_TYPES)
         return [keyword for keyword in keywords if keyword not in known and not keyword.startswith("_")]
 
     @classmethod
@@ -233,6 +239,12 @@ class NaLaConfig(PreTrainedConfig):
         for keyword, value in foreign.items():
             setattr(config, keyword, value)
         return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class, with `layer_types` under a name of its own."""
+        fields = super().to_dict()
+        fields[SAVED_LAYER_TYPES] = fields.pop("layer_types")
+        return fields
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "NaLaConfig":

@@ -139,16 +139,6 @@ class LMTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Leave it to `_publish_checkpoint`: an upload takes a while, and the folder is about to move."""
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
-    ) -> None:
-        """Load the weights as `from_pretrained` does.
-
-        The library also reads `config.json` as its base class, which refuses the layer types of NaLa.
-        """
-        saved = type(self.language_model).from_pretrained(resume_from_checkpoint)
-        self.language_model.load_state_dict(saved.state_dict())
-
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the running mean of the loss beside the random state: each process has both of its own."""
         super()._save_rng_state(output_dir)

@@ -53,6 +53,18 @@ def trainer_for(model, folder, collator, train=None, evaluation=None, **argument
     return Trainer(model, arguments, collator, train, evaluation)
 
 
+@pytest.mark.parametrize("name", ["gated_delta", "linear-rotary-hybrid"])
+def test_the_trainer_resumes(name, tmp_path, padding_collator):
+    train = documents([9, 5, 7, 8])
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    straight = trainer_for(tiny_model(name), tmp_path, padding_collator, train, **saving)
+    straight.train()
+    resumed = trainer_for(tiny_model(name), tmp_path, padding_collator, train)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    expected = straight.model.state_dict()
+    assert all(torch.equal(weight, expected[key]) for key, weight in resumed.model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_is_of_the_next_token(name):
     model, ids = tiny_model(name), random_ids(2, 9)
