@@ -240,13 +240,14 @@ class _Causal(torch.autograd.Function):
             grad_rk, grad_fk = values @ grad_sums[..., :-1].mT, grad_sums[..., -1:].mT
             grad_values = keys.turned @ grad_sums[..., :-1]
             # within the chunks
-            grad_scores = _causal_product(grad_num, values)
+            grad_scores = grad_num @ values.mT
             if rotary is None:
-                grad_scores += grad_den.expand_as(grad_scores).tril()
+                grad_scores += grad_den
             else:
                 grad_weights = grad_den.expand_as(grad_scores).tril()
                 grad_fq = grad_fq + grad_weights @ keys.plain
                 grad_fk = grad_fk + grad_weights.mT @ queries.plain
+            grad_scores.tril_()
             grad_rq += grad_scores @ keys.turned
             grad_rk += grad_scores.mT @ queries.turned
             grad_values += _causal_product(queries.turned, keys.turned).mT @ grad_num
