@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from nalaformer_hf import NaLaConfig, NaLaForCausalLM
+from nalaformer_hf.generation import cache_bytes
 
 VOCAB_SIZE = 4096
 REPEATS = {2048: 7, 8192: 3, 32768: 1}
@@ -95,16 +96,6 @@ def decode(model: PreTrainedModel, context: int, num_tokens: int = 32) -> tuple[
         outputs = model(token, cache=outputs.cache, use_cache=True)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[4:]), cache_bytes(outputs.cache)
-
-
-def cache_bytes(cache) -> int:
-    """Bytes of all tensors that a cache holds."""
-    tensors = []
-    for layer in cache.layers:
-        candidates = [layer.keys, layer.values, *getattr(layer, "recurrent_states", {}).values()]
-        candidates += getattr(layer, "conv_states", {}).values()
-        tensors += [tensor for tensor in candidates if isinstance(tensor, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def measure_training(models: dict[str, PreTrainedModel], lengths: list[int]) -> list[dict]:
