@@ -65,13 +65,15 @@ class _Side(NamedTuple):
     def plain(self) -> Tensor:
         return self.mapped.phi
 
-    def sums(self, values: Tensor, weights: Tensor) -> Tensor:
+    def sums(self, values: Tensor, weights: Tensor | float) -> Tensor:
         """Σ over each chunk's tokens of [turned ⊗ values | plain · weight]: (B, n, H, F, V + 1)."""
-        return torch.cat((self.turned.mT @ values, self.plain.mT @ weights), dim=-1)
+        totals = (self.plain * weights).sum(-2)
+        return torch.cat((self.turned.mT @ values, totals.unsqueeze(-1)), dim=-1)
 
     def reads(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Features times states [S | z]: (B, n, H, C, V) and (B, n, H, C, 1)."""
-        return self.turned @ states[..., :-1], self.plain @ states[..., -1:]
+        S, z = _split(states)
+        return self.turned @ S, (self.plain * z).sum(-1, keepdim=True)
 
     def grad(self, grad_turned: Tensor, grad_plain: Tensor) -> Tensor:
         """Gradient of the rows of q or k."""
@@ -108,8 +110,9 @@ def _write_rows(target: Tensor, segment: Segment, rows: Tensor) -> None:
     target[segment] = rows.transpose(2, 3)
 
 
-def _ones_like_row(v: Tensor) -> Tensor:
-    return v.new_ones(*v.shape[:-1], 1)
+def _split(states: Tensor) -> tuple[Tensor, Tensor]:
+    """S (..., F, V) and z as a row, (..., 1, F): a product with a column is slow."""
+    return states[..., :-1], states[..., -1].unsqueeze(-2).contiguous()
 
 
 def _causal_product(a: Tensor, b: Tensor) -> Tensor:
@@ -201,8 +204,7 @@ class _Causal(torch.autograd.Function):
             values = _rows_of(v, segment)
             queries = _side(q, rotary, segment, plan, is_query=True)
             keys = _side(k, rotary, segment, plan, is_query=False)
-            sums = keys.sums(values, _ones_like_row(values))
-            states, running = _scan(sums, running, initial, final, segment, plan.layout)
+            states, running = _scan(keys.sums(values, 1.0), running, initial, final, segment, plan.layout)
             num, den = queries.reads(states)
             scores = _causal_product(queries.turned, keys.turned)
             num += scores @ values
@@ -229,16 +231,16 @@ class _Causal(torch.autograd.Function):
             values = _rows_of(v, segment)
             queries = _side(q, rotary, segment, plan, is_query=True, need_grad=True)
             keys = _side(k, rotary, segment, plan, is_query=False, need_grad=True)
-            sums = keys.sums(values, _ones_like_row(values))
-            states, _ = _scan(sums, entry, initial, unused_final, segment, plan.layout)
+            states, _ = _scan(keys.sums(values, 1.0), entry, initial, unused_final, segment, plan.layout)
             grad_num, grad_den = _normalise_grad(*(_rows_of(x, segment) for x in (grad_o, o, inverse)))
             grad_sums, running = _scan_back(
                 queries.sums(grad_num, grad_den), running, grad_initial, grad_final, segment, plan.layout
             )
             # through the states
-            grad_rq, grad_fq = grad_num @ states[..., :-1].mT, grad_den * states[..., -1:].mT
-            grad_rk, grad_fk = values @ grad_sums[..., :-1].mT, grad_sums[..., -1:].mT
-            grad_values = keys.turned @ grad_sums[..., :-1]
+            (S, z), (grad_S, grad_z) = _split(states), _split(grad_sums)
+            grad_rq, grad_fq = grad_num @ S.mT, grad_den * z
+            grad_rk, grad_fk = values @ grad_S.mT, grad_z
+            grad_values = keys.turned @ grad_S
             # within the chunks
             grad_scores = grad_num @ values.mT
             if rotary is None:
@@ -272,8 +274,7 @@ class _Bidirectional(torch.autograd.Function):
         for segment in plan.segments:
             values = _rows_of(v, segment)
             keys = _side(k, rotary, segment, plan, is_query=False)
-            sums = keys.sums(values, _ones_like_row(values))
-            totals[segment.rows].index_add_(1, plan.owners(segment, v.device), sums)
+            totals[segment.rows].index_add_(1, plan.owners(segment, v.device), keys.sums(values, 1.0))
         guards = _guards(plan, o)
         for segment in plan.segments:
             owners = plan.owners(segment, v.device)
@@ -299,16 +300,14 @@ class _Bidirectional(torch.autograd.Function):
             queries = _side(q, rotary, segment, plan, is_query=True, need_grad=True)
             grad_num, grad_den = _normalise_grad(*(_rows_of(x, segment) for x in (grad_o, o, inverse)))
             grad_totals[segment.rows].index_add_(1, owners, queries.sums(grad_num, grad_den))
-            states = totals[segment.rows, owners]
-            grads = grad_num @ states[..., :-1].mT, grad_den * states[..., -1:].mT
-            _write_rows(grad_q, segment, queries.grad(*grads))
+            S, z = _split(totals[segment.rows, owners])
+            _write_rows(grad_q, segment, queries.grad(grad_num @ S.mT, grad_den * z))
         for segment in plan.segments:
             values = _rows_of(v, segment)
             keys = _side(k, rotary, segment, plan, is_query=False, need_grad=True)
-            states = grad_totals[segment.rows, plan.owners(segment, v.device)]
-            grads = values @ states[..., :-1].mT, states[..., -1:].mT
-            _write_rows(grad_k, segment, keys.grad(*grads))
-            _write_rows(grad_v, segment, keys.turned @ states[..., :-1])
+            grad_S, grad_z = _split(grad_totals[segment.rows, plan.owners(segment, v.device)])
+            _write_rows(grad_k, segment, keys.grad(values @ grad_S.mT, grad_z))
+            _write_rows(grad_v, segment, keys.turned @ grad_S)
         return grad_q, grad_k, grad_v, None, None, None
 
 
