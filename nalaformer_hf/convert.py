@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .modeling import NaLaForImageClassification, NaLaVisionConfig
+from .modeling.config_base_nala import NaLaBaseConfig
 from .modeling.vision_attention_nala import NaLaVisionRotary
 
 # Ours from the published names, in this order.
@@ -32,7 +33,7 @@ _ANGLE = re.compile(r"layers\.(\d+)\.RoPE\.angle")
 
 
 def from_published(
-    state_dict: Mapping[str, Tensor], config: NaLaVisionConfig | None = None
+    state_dict: Mapping[str, Tensor], config: NaLaBaseConfig | None = None
 ) -> NaLaForImageClassification:
     """The model of a published vision state dict, in evaluation mode.
 
@@ -41,7 +42,7 @@ def from_published(
 
     Args:
         state_dict: With the published names.
-        config: What the tensors do not tell (mixers, feature maps, class names, ...); None: linear, linear,
+        config: A `NaLaVisionConfig`: what the tensors do not tell (mixers, feature maps, class names, ...); None: linear, linear,
             softmax, softmax, and the published constants. Its sizes must be those of the tensors.
 
     Raises:

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
@@ -39,10 +39,7 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     return f"{hint}known: {', '.join(known)}"
 
 
-_ConfigClass = TypeVar("_ConfigClass", bound=type)
-
-
-def plain_errors(config_class: _ConfigClass) -> _ConfigClass:
+def plain_errors(config_class: type) -> type:
     """Class decorator: a rejected field raises the ValueError or TypeError behind the library's own error."""
     checked_init = config_class.__init__
 
