@@ -42,8 +42,8 @@ def from_published(
 
     Args:
         state_dict: With the published names.
-        config: A `NaLaVisionConfig`: what the tensors do not tell (mixers, feature maps, class names, ...); None: linear, linear,
-            softmax, softmax, and the published constants. Its sizes must be those of the tensors.
+        config: A `NaLaVisionConfig` for what the tensors do not tell (mixers, feature maps, class names),
+            of the same sizes; None: linear, linear, softmax, softmax, and the published constants.
 
     Raises:
         ValueError: If a weight is missing, unknown or of another shape, or an angle is not the published one;
