@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .modeling import NaLaForImageClassification, NaLaVisionConfig
 from .modeling.config_base_nala import NaLaBaseConfig
-from .modeling.vision_attention_nala import NaLaVisionRotary
+from .modeling.vision_rotary_nala import NaLaVisionRotary
 
 # Ours from the published names, in this order.
 _RENAMES = (

@@ -177,8 +177,8 @@ def _scan_back(
     return grads, running
 
 
-def _full_precision(method: Callable) -> Callable:
-    """A forward or backward of an autograd.Function with autocast off, which would round the products."""
+def full_precision(method: Callable) -> Callable:
+    """Decorator: a forward or backward of an autograd.Function with autocast off, which would round the products."""
 
     @wraps(method)
     def without_autocast(ctx, x: Tensor, *args):
@@ -192,7 +192,7 @@ class _Causal(torch.autograd.Function):
     """Chunked causal attention: q, k, v (B, N, C, H, ·), states (R, B, H, F, V + 1)."""
 
     @staticmethod
-    @_full_precision
+    @full_precision
     def forward(ctx, q, k, v, initial, cos, sin, plan: _Plan):
         rotary = None if cos is None else (cos, sin)
         o = torch.empty(v.shape, dtype=initial.dtype, device=v.device)
@@ -219,7 +219,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_full_precision
+    @full_precision
     def backward(ctx, grad_o, grad_final):
         q, k, v, initial, cos, sin, o, inverse, *entries = ctx.saved_tensors
         plan: _Plan = ctx.plan
@@ -263,7 +263,7 @@ class _Bidirectional(torch.autograd.Function):
     """Every token reads the sums over its whole sequence: q, k, v (B, N, C, H, ·), in two passes."""
 
     @staticmethod
-    @_full_precision
+    @full_precision
     def forward(ctx, q, k, v, cos, sin, plan: _Plan):
         rotary = None if cos is None else (cos, sin)
         batch, _, _, heads, width = v.shape
@@ -288,7 +288,7 @@ class _Bidirectional(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_full_precision
+    @full_precision
     def backward(ctx, grad_o):
         q, k, v, cos, sin, o, inverse, totals = ctx.saved_tensors
         plan: _Plan = ctx.plan

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_nala_vision import NaLaVisionConfig
-from .vision_attention_nala import NaLaVisionAttention, NaLaVisionRotary, Rotary
+from .vision_attention_nala import NaLaVisionAttention
+from .vision_rotary_nala import AxialTables, NaLaVisionRotary
 
 
 class NaLaVisionBatchNorm(nn.BatchNorm2d):
@@ -99,10 +100,10 @@ class NaLaVisionBlock(GradientCheckpointingLayer):
             self.layer_scale1 = nn.Parameter(torch.full((width,), float(self.layer_scale_init_value)))
             self.layer_scale2 = nn.Parameter(torch.full((width,), float(self.layer_scale_init_value)))
 
-    def forward(self, hidden_states: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same."""
         x = self._encode_positions(hidden_states, self.cpe1)
-        x = self._add(x, self.attn(self.norm1(x), rotary), self.layer_scale1)
+        x = self._add(x, self.attn(self.norm1(x), tables), self.layer_scale1)
         x = self._encode_positions(x, self.cpe2)
         return self._add(x, self.ffn(self.norm2(x)), self.layer_scale2)
 
@@ -144,7 +145,7 @@ class NaLaVisionStage(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, Y, X, C) to the stage's features (B, Y, X, C) and the next stage's input."""
-        rotary = None if self.rotary is None else self.rotary(x.shape[1], x.shape[2], x)
+        tables = None if self.rotary is None else self.rotary(x.shape[1], x.shape[2], x)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, tables)
         return x, x if self.downsample is None else over_channels_last(self.downsample, x)
