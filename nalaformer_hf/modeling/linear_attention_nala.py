@@ -178,7 +178,7 @@ def _scan_back(
 
 
 def full_precision(method: Callable) -> Callable:
-    """Decorator: a forward or backward of an autograd.Function with autocast off, which would round the products."""
+    """Decorator: a forward or backward of an autograd.Function with autocast off, which would round."""
 
     @wraps(method)
     def without_autocast(ctx, x: Tensor, *args):

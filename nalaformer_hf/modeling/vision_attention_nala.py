@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .configuration_nala_vision import NaLaVisionConfig
 from .feature_maps_nala import upcast
+from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_linear_nala import vision_linear_attention
 from .vision_rotary_nala import AxialTables, rotate
 
@@ -37,14 +38,14 @@ class NaLaVisionAttention(nn.Module):
         self.spec = config.feature_spec(stage)
         self.has_gate = config.use_output_gate
         self.qkvg = nn.Linear(width, (4 if self.has_gate else 3) * width)
-        self.lepe = nn.Conv2d(width, width, 5, padding=2, groups=width) if config.use_lepe else None
+        self.lepe = NaLaDepthwiseConv(width, 5, residual=False) if config.use_lepe else None
         self.ln = nn.LayerNorm(width, eps=OUTPUT_NORM_EPS)
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same, with the tables of `NaLaVisionRotary`."""
         q, k, v, *gate = self.qkvg(hidden_states).chunk(4 if self.has_gate else 3, dim=-1)
-        lepe = None if self.lepe is None else self.lepe(v.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        lepe = None if self.lepe is None else self.lepe(v)
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (y.flatten(1, 2).unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
             o = self._mix(q, k, v, tables).reshape(hidden_states.shape)

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_nala_vision import NaLaVisionConfig
 from .vision_attention_nala import NaLaVisionAttention
+from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_rotary_nala import AxialTables, NaLaVisionRotary
 
 
@@ -25,11 +26,6 @@ class NaLaVisionBatchNorm(nn.BatchNorm2d):
                 "pixel_values: in training mode BatchNorm needs more than one value a channel, got one image "
                 "whose last feature map is 1x1; take a larger batch or image, or model.eval()."
             )
-
-
-def over_channels_last(module: nn.Module, x: Tensor) -> Tensor:
-    """A module for (B, C, Y, X) applied to (B, Y, X, C), without a copy."""
-    return module(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 class NaLaVisionStem(nn.Module):
@@ -72,13 +68,12 @@ class NaLaVisionFeedForward(nn.Module):
     def __init__(self, width: int, inner: int):
         super().__init__()
         self.fc1 = nn.Linear(width, inner)
-        self.dwconv = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
+        self.dwconv = NaLaDepthwiseConv(inner, 3, residual=True)
         self.fc2 = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, Y, X, C) to the same."""
-        x = F.gelu(self.fc1(x))
-        return self.fc2(x + over_channels_last(self.dwconv, x))
+        return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
 
 
 class NaLaVisionBlock(GradientCheckpointingLayer):
@@ -92,8 +87,8 @@ class NaLaVisionBlock(GradientCheckpointingLayer):
         self.attn = NaLaVisionAttention(config, stage)
         self.norm2 = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.ffn = NaLaVisionFeedForward(width, config.inner_size(stage))
-        self.cpe1 = nn.Conv2d(width, width, 3, padding=1, groups=width) if config.use_cpe else None
-        self.cpe2 = nn.Conv2d(width, width, 3, padding=1, groups=width) if config.use_cpe else None
+        self.cpe1 = NaLaDepthwiseConv(width, 3, residual=True) if config.use_cpe else nn.Identity()
+        self.cpe2 = NaLaDepthwiseConv(width, 3, residual=True) if config.use_cpe else nn.Identity()
         self.layer_scale1 = self.layer_scale2 = None
         if config.layer_scale_init_values is not None:
             self.layer_scale_init_value = config.layer_scale_init_values[stage]
@@ -102,13 +97,10 @@ class NaLaVisionBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same."""
-        x = self._encode_positions(hidden_states, self.cpe1)
+        x = self.cpe1(hidden_states)
         x = self._add(x, self.attn(self.norm1(x), tables), self.layer_scale1)
-        x = self._encode_positions(x, self.cpe2)
+        x = self.cpe2(x)
         return self._add(x, self.ffn(self.norm2(x)), self.layer_scale2)
-
-    def _encode_positions(self, x: Tensor, cpe: nn.Conv2d | None) -> Tensor:
-        return x if cpe is None else x + over_channels_last(cpe, x)
 
     def _add(self, x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
         """x + drop_path(scale · branch): in training, whole images skip the branch at the drop path rate."""
@@ -128,8 +120,8 @@ class NaLaVisionDownsample(nn.Module):
         self.norm = NaLaVisionBatchNorm(out_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, Y, X) to (B, C', ⌈Y / 2⌉, ⌈X / 2⌉)."""
-        return self.norm(self.reduction(x))
+        """(B, Y, X, C) to (B, ⌈Y / 2⌉, ⌈X / 2⌉, C')."""
+        return self.norm(self.reduction(x.permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
 
 
 class NaLaVisionStage(nn.Module):
@@ -148,4 +140,4 @@ class NaLaVisionStage(nn.Module):
         tables = None if self.rotary is None else self.rotary(x.shape[1], x.shape[2], x)
         for block in self.blocks:
             x = block(x, tables)
-        return x, x if self.downsample is None else over_channels_last(self.downsample, x)
+        return x, x if self.downsample is None else self.downsample(x)

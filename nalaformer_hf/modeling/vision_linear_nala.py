@@ -6,7 +6,7 @@ rows of the batch and n tokens.
     o_n = φ̃_q(q_n)·S / (φ_q(q_n)·z + ε),      S = mean φ̃_k(k) vᵀ,      z = mean φ_k(k)
 
 φ̃ is φ after the rotary embedding. The polarity form, the published one, has its own two passes over segments
-that stay in a CPU's cache: a pair of dense halves, [x < 0] A and [x > 0] A, in place of concatenated features.
+that stay in a CPU's cache, with two dense halves, [x < 0] A and [x > 0] A, in place of wide features.
 Only q, k, v, o, S, z and the denominators are kept for the backward, which makes the features anew.
 """
 

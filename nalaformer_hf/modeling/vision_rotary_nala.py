@@ -1,4 +1,4 @@
-"""2-D rotary embedding of the vision family: the first half of D turns with the row, the second with the column.
+"""2-D rotary embedding of the vision family: one half of D turns with the row, the other with the column.
 
 Letters in shapes: B batch, H heads, N tokens, D head dim.
 """
@@ -15,7 +15,7 @@ from .feature_maps_nala import apply_rotary, upcast
 
 def is_traced() -> bool:
     """Whether the caller is being compiled or exported: then plain operations serve better."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 class AxialTables(NamedTuple):
