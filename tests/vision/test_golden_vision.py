@@ -19,7 +19,7 @@ from published import (
 from slow_reference import SlowNaLaFormer
 
 from nalaformer_hf import NaLaForImageClassification, NaLaVisionConfig
-from nalaformer_hf.convert import _PUBLISHED_RENAMES, _rename, from_published
+from nalaformer_hf.convert import _published_name, from_published
 
 
 def our_model(arguments: dict, seed: int, dtype: torch.dtype = torch.float32) -> NaLaForImageClassification:
@@ -34,7 +34,7 @@ def our_model(arguments: dict, seed: int, dtype: torch.dtype = torch.float32) ->
 
 
 def published_gradients(model: NaLaForImageClassification) -> dict[str, torch.Tensor]:
-    return {_rename(name, _PUBLISHED_RENAMES): weight.grad for name, weight in model.named_parameters()}
+    return {_published_name(name): weight.grad for name, weight in model.named_parameters()}
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def test_training_mode(dtype):
     for name in (key for key in case if key.startswith("grad/") and key.endswith(".f64")):
         gradient = gradients[name.removeprefix("grad/").removesuffix(".f64")]
         assert error(gradient.view(case[name].shape), case[name]) <= GATES[dtype][1], name
-    state = {_rename(key, _PUBLISHED_RENAMES): value for key, value in model.state_dict().items()}
+    state = {_published_name(key): value for key, value in model.state_dict().items()}
     for name in (key for key in case if key.startswith("after/")):
         value = state[name.removeprefix("after/").removesuffix(".f64").removesuffix(".f32")]
         if name.endswith("num_batches_tracked"):
