@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers.utils.generic import maybe_autocast
 
 from .chunking_nala import ChunkLayout, Segment, chunk_layout, cut_segments
 from .feature_maps_nala import (
@@ -182,7 +183,7 @@ def full_precision(method: Callable) -> Callable:
 
     @wraps(method)
     def without_autocast(ctx, x: Tensor, *args):
-        with torch.autocast(x.device.type, enabled=False):
+        with maybe_autocast(x.device.type, enabled=False):
             return method(ctx, x, *args)
 
     return without_autocast

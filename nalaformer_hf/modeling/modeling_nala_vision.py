@@ -31,6 +31,10 @@ from .vision_block_nala import (
 )
 
 
+class NaLaVisionHead(nn.Linear):
+    """The classifier's last linear: a 1×1 convolution in the published code, and initialised like one."""
+
+
 class NaLaVisionPreTrainedModel(HubModel):
     """What all vision models share: how weights are made, what the library may do with the model."""
 
@@ -47,8 +51,10 @@ class NaLaVisionPreTrainedModel(HubModel):
     @torch.no_grad()
     def _init_weights(self, module):
         """Published code: convolutions truncated normal with zero bias, linears as torch makes them."""
-        if isinstance(module, nn.Conv2d):
-            self._init_projection(module)
+        if isinstance(module, (nn.Conv2d, NaLaVisionHead)):
+            assert module.bias is not None
+            init.trunc_normal_(module.weight, std=self.config.initializer_range)
+            init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             init.kaiming_uniform_(module.weight, a=5**0.5)
             bound = module.in_features**-0.5
@@ -59,11 +65,6 @@ class NaLaVisionPreTrainedModel(HubModel):
                     init.constant_(scale, module.layer_scale_init_value)
         else:
             super()._init_weights(module)
-
-    def _init_projection(self, module: nn.Conv2d | nn.Linear) -> None:
-        assert module.bias is not None
-        init.trunc_normal_(module.weight, std=self.config.initializer_range)
-        init.zeros_(module.bias)
 
     def _write_extras(self, folder) -> None:
         write_preprocessor(self.config, folder)
@@ -221,14 +222,8 @@ class NaLaForImageClassification(NaLaVisionPreTrainedModel):
             self.proj = nn.Linear(width, config.projection_dim)
             self.norm = NaLaVisionBatchNorm(config.projection_dim)
             width = config.projection_dim
-        self.head = nn.Linear(width, config.num_labels)
+        self.head = NaLaVisionHead(width, config.num_labels)
         self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if module is self:
-            self._init_projection(self.head)  # a 1×1 convolution in the published code
 
     @can_return_tuple
     def forward(

@@ -5,9 +5,9 @@ Letters in shapes: B batch, Y rows, X columns, N = Y X tokens, C channels, H hea
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils.generic import maybe_autocast
 
 from .configuration_nala_vision import NaLaVisionConfig
 from .feature_maps_nala import upcast
@@ -46,7 +46,7 @@ class NaLaVisionAttention(nn.Module):
         """(B, Y, X, C) to the same, with the tables of `NaLaVisionRotary`."""
         q, k, v, *gate = self.qkvg(hidden_states).chunk(4 if self.has_gate else 3, dim=-1)
         lepe = None if self.lepe is None else self.lepe(v)
-        with torch.autocast(q.device.type, enabled=False):
+        with maybe_autocast(q.device.type, enabled=False):
             q, k, v = (y.flatten(1, 2).unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
             o = self._mix(q, k, v, tables).reshape(hidden_states.shape)
             o = self._norm(o if lepe is None else o + lepe)

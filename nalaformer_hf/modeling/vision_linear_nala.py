@@ -112,10 +112,9 @@ def _inverse(x: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Σ over both halves of a b, (2, r, H, ·, ·) each."""
-    product_ = a[0] @ b[0]
-    shape = product_.shape
-    a, b = a[1].flatten(0, 1), b[1].flatten(0, 1)
-    return product_.flatten(0, 1).baddbmm_(a, b).view(shape)
+    first = (a[0] @ b[0]).flatten(0, 1)
+    total = torch.baddbmm(first, a[1].flatten(0, 1), b[1].flatten(0, 1), out=first)
+    return total.unflatten(0, a.shape[1:3])
 
 
 class _Polarity(torch.autograd.Function):
