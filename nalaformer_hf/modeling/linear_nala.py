@@ -5,8 +5,13 @@ Letters in shapes: I in features, O out features.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
+
+# Tokens whose part of a weight's gradient is computed together.
+ROWS = 2048
 
 
 class NaLaLinear(nn.Linear):
@@ -65,7 +70,13 @@ class _Product(torch.autograd.Function):
 
 
 def _outer(grad: Tensor, x: Tensor) -> Tensor:
-    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I); oneDNN is fastest where the wider one is the weight."""
+    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), some tokens at a time: oneDNN copies what it transposes."""
+    pieces = zip(grad.split(ROWS), x.split(ROWS), strict=True)
+    return functools.reduce(Tensor.add_, (_outer_piece(*piece) for piece in pieces))
+
+
+def _outer_piece(grad: Tensor, x: Tensor) -> Tensor:
+    """`_outer` of a few tokens; fastest where the wider factor takes the weight's place."""
     if grad.shape[1] < x.shape[1]:
         return _product(grad.t(), x.t())
     return _product(x.t(), grad.t()).t()
