@@ -5,12 +5,8 @@
 Whole models of 8 layers, width 512, head dim 64, intermediate 1,408, vocabulary 4,096, batch 1, fp32; the
 Llama uses SDPA, NaLa its `linear` mixer without and with the short convolution. First it is checked that
 cached steps equal one pass; then the models take turns, and medians and ratios are printed and written as
-JSON.
-
-glibc gives large blocks back to the system at once, and a training step then waits for the same pages to be
-handed out and cleared again and again. So the benchmark starts itself anew with the allocator told to keep
-what it has, for all models alike, which takes up to 20 GB at 32,768 tokens; `--default-allocator` measures
-without that.
+JSON. With THP_MEM_ALLOC_ENABLE=1, torch's own switch for large pages, a step at 32,768 tokens waits less for
+the system to hand out memory; the results say whether it was set.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -35,14 +30,6 @@ from nalaformer_hf.generation import cache_bytes
 
 VOCAB_SIZE = 4096
 REPEATS = {2048: 7, 8192: 3, 32768: 1}
-KEEP_PAGES = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
-
-
-def keep_pages() -> None:
-    """Starts this process anew with an allocator that keeps its memory."""
-    if os.environ.get("GLIBC_TUNABLES") != KEEP_PAGES:
-        os.environ["GLIBC_TUNABLES"] = KEEP_PAGES
-        os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def build_models() -> dict[str, PreTrainedModel]:
@@ -119,7 +106,7 @@ def measure_training(models: dict[str, PreTrainedModel], lengths: list[int]) -> 
     for length in lengths:
         ids, times = random_ids(length), {name: [] for name in models}
         repeats = REPEATS.get(length, 3)
-        for model in models.values() if repeats > 1 else (models["nala"],):
+        for model in models.values() if repeats > 1 else ():
             training_step(model, ids)
         for _ in tqdm(range(repeats), desc=f"training step, {length} tokens"):
             for name, model in models.items():
@@ -193,13 +180,10 @@ def main() -> None:
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536, 32768])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--default-allocator", action="store_true", help="leave the allocator as it is")
     args = parser.parse_args()
-    if not args.default_allocator:
-        keep_pages()
     torch.set_num_threads(args.threads)
     models = build_models()
-    results: dict = {"machine": machine() | {"allocator": os.environ.get("GLIBC_TUNABLES", "default")}}
+    results: dict = {"machine": machine() | {"large pages": os.environ.get("THP_MEM_ALLOC_ENABLE", "0")}}
     results["cached steps against one pass"] = {name: check(m) for name, m in models.items()}
     results["training"] = measure_training(models, args.lengths)
     results["decoding"] = measure_decoding(models, args.contexts, args.contexts[-1])
