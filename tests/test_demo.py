@@ -37,7 +37,7 @@ def test_demo_is_interrupted_resumed_and_complete(settings, tmp_path, monkeypatc
     signals = {"nala": 1, "llama": 2}  # the step in which each training is interrupted, once
 
     def signalled(self, *args, **kwargs):
-        model = self.language_model.config.model_type
+        model = self.unwrapped_model.config.model_type
         if signals.get(model) == self.state.global_step:
             del signals[model]
             signal.raise_signal(signal.SIGINT)

@@ -17,12 +17,13 @@ from nalaformer_hf.training.checkpoints import (
     last_complete_checkpoint,
     staging_path,
 )
-from nalaformer_hf.training.config import ModelSection, load_config
+from nalaformer_hf.training.config import load_config
 from nalaformer_hf.training.corpus import load_corpus
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lm import train_lm
 from nalaformer_hf.training.models import make_model
 from nalaformer_hf.training.packing import IGNORED, PackingCollator, pack_documents
+from nalaformer_hf.training.sections import ModelSection
 from nalaformer_hf.training.tokenizer import encode_documents, train_tokenizer
 from nalaformer_hf.training.trainer import LMTrainer
 

@@ -17,11 +17,13 @@ from transformers import LlamaConfig
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.lm_harness import score_sample_tasks
 from nalaformer_hf.modeling.configuration_nala import PRESETS
-from nalaformer_hf.training.config import LMTrainConfig, check_known, load_config
+from nalaformer_hf.training.config import LMTrainConfig, load_config
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.lm import CONFIG_FILE, MODEL_DIR, TOKENIZER_DIR, train_lm
+from nalaformer_hf.training.lm import TOKENIZER_DIR, train_lm
 from nalaformer_hf.training.models import count_parameters, match_size
 from nalaformer_hf.training.report import read_history, save_loss_curve, summary_table
+from nalaformer_hf.training.runs import CONFIG_FILE, MODEL_DIR
+from nalaformer_hf.training.settings import check_known
 
 PROGRESS_FILE = "demo.json"
 LOSS_CURVE = "loss_curve.png"

@@ -14,8 +14,10 @@ from transformers import (
 )
 
 from nalaformer_hf import NaLaConfig
-from nalaformer_hf.training.config import ModelSection, check_known
+from nalaformer_hf.modeling.config_base_nala import NaLaBaseConfig
 from nalaformer_hf.training.errors import ConfigError
+from nalaformer_hf.training.sections import ModelSection
+from nalaformer_hf.training.settings import check_known
 from nalaformer_hf.training.tokenizer import boundary_tokens
 
 
@@ -47,15 +49,27 @@ def make_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pr
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
     values = tokens | section.overrides
     try:
-        return _build_config(section, values)
+        return build_config(section, values, NaLaConfig)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from error
 
 
-def _build_config(section: ModelSection, values: dict[str, Any]) -> PreTrainedConfig:
+def build_config(
+    section: ModelSection, values: dict[str, Any], preset_class: type[NaLaBaseConfig]
+) -> PreTrainedConfig:
+    """Build the configuration that the section names.
+
+    Args:
+        section: The model section.
+        values: Fields to set, its overrides among them.
+        preset_class: The configuration whose presets it may name.
+
+    Raises:
+        ConfigError: Unknown field or architecture.
+    """
     if section.preset is not None:
-        _check_fields(NaLaConfig, section.overrides)
-        return NaLaConfig.from_preset(section.preset, **values)
+        _check_fields(preset_class, section.overrides)
+        return preset_class.from_preset(section.preset, **values)
     given = _config_dict(section.config)
     config_class = CONFIG_MAPPING[given["model_type"]]
     _check_fields(config_class, section.overrides)

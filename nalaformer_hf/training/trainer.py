@@ -1,6 +1,5 @@
-"""A Trainer for packed blocks: exact held-out bits per byte, atomic checkpoints, exact resume."""
+"""A Trainer for packed blocks: exact held-out bits per byte."""
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -10,24 +9,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ProgressCallback, Trainer
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from nalaformer_hf.training.checkpoints import drop_old_checkpoints, publish, staging_folder, staging_path
 from nalaformer_hf.training.packing import IGNORED
-from nalaformer_hf.training.progress import FiguresInBar
-
-_LOSS_WINDOW = "loss_window_{rank}.json"
+from nalaformer_hf.training.run_trainer import RunTrainer
 
 
-class LMTrainer(Trainer):
-    """The Trainer of transformers with these differences.
+class LMTrainer(RunTrainer):
+    """A `RunTrainer` that evaluates exactly.
 
     `evaluate` reports `eval_loss`, the mean over all predicted tokens, and `eval_bits_per_byte`, nats summed
     over them / ln 2 / UTF-8 bytes of the held-out text, both computed in float64 and independent of batch
-    size and number of processes. A checkpoint is written to a sibling folder, flushed, marked and renamed.
-    The running mean of the loss is saved with it, so that a resumed run logs what an uninterrupted one logs.
+    size and number of processes.
 
     Args:
         eval_bytes: UTF-8 bytes of the text in `eval_dataset`.
@@ -38,18 +31,9 @@ class LMTrainer(Trainer):
     def __init__(self, *, eval_bytes: int, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._eval_bytes = eval_bytes
-        self._staging: Path | None = None
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(FiguresInBar())
         if self.label_smoother is not None:
             # The Trainer shifts smoothed labels only for the architectures of its own table.
             self.compute_loss_func = partial(self.label_smoother, shift_labels=True)
-
-    @property
-    def language_model(self) -> PreTrainedModel:
-        """The model, outside the wrappers of a launched run."""
-        assert isinstance(self.model, PreTrainedModel)
-        return self.model
 
     def evaluation_loop(
         self,
@@ -60,7 +44,7 @@ class LMTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Sum the nats and the number of predicted tokens over `dataloader` and over all processes."""
-        self.language_model.eval()
+        self.unwrapped_model.eval()
         if callable(optimizer_eval := getattr(self.optimizer, "eval", None)):
             optimizer_eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
@@ -80,77 +64,12 @@ class LMTrainer(Trainer):
     def _nats_and_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
         labels = inputs.pop("labels")[:, 1:].flatten()
         with self.accelerator.autocast():
-            logits = self.language_model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+            logits = self.unwrapped_model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
         predicted = labels != IGNORED
         nats = F.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
         return torch.stack([nats.double().sum(), predicted.sum()])
 
     def save_final(self, target: Path) -> None:
-        """Save the model and its tokenizer to the folder `target`, whole or not at all.
-
-        Args:
-            target: The folder to make; one that is there is replaced.
-        """
-        self.language_model.config.use_cache = True  # the Trainer turned it off
-        staging = self._shared_staging(target)
-        self.save_model(str(staging), _internal_call=True)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            (staging / TRAINING_ARGS_NAME).unlink()  # a pickle with paths of this machine
-            publish(staging, target)
-        self.accelerator.wait_for_everyone()
-
-    def _shared_staging(self, target: Path) -> Path:
-        if self.args.should_save:
-            staging_folder(target)
-        self.accelerator.wait_for_everyone()
-        return staging_path(target)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Let the Trainer write into a folder of its own, then move what it wrote to its place."""
-        target = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        self._staging = staging = self._shared_staging(target)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._staging = None
-        written = staging / target.name
-        if self.state.best_model_checkpoint == str(written):
-            self.state.best_model_checkpoint = str(target)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._publish_checkpoint(written, target)
-            staging.rmdir()
-        self.accelerator.wait_for_everyone()
-
-    def _publish_checkpoint(self, written: Path, target: Path) -> None:
-        self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-        publish(written, target)
-        if self.args.save_total_limit:
-            best = self.state.best_model_checkpoint
-            kept = {target} if best is None else {target, Path(best)}
-            drop_old_checkpoints(target.parent, self.args.save_total_limit, kept)
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(target))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Leave it to `_publish_checkpoint`: an upload takes a while, and the folder is about to move."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Save the running mean of the loss beside the random state: each process has both of its own."""
-        super()._save_rng_state(output_dir)
-        window = {"loss": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
-        self._loss_window(output_dir).write_text(json.dumps(window), encoding="utf-8")
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None and (path := self._loss_window(checkpoint)).is_file():
-            window = json.loads(path.read_text(encoding="utf-8"))
-            self._tr_loss.fill_(window["loss"])
-            self._globalstep_last_logged = window["last_logged"]
-
-    def _loss_window(self, folder: str) -> Path:
-        return Path(folder) / _LOSS_WINDOW.format(rank=self.args.process_index)
+        """As `RunTrainer.save_final`; the model generates with a cache, which the Trainer turned off."""
+        self.unwrapped_model.config.use_cache = True
+        super().save_final(target)

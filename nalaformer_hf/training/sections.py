@@ -1,0 +1,100 @@
+"""What every training run has: a model section, and the section of the Trainer's arguments."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nalaformer_hf.training.errors import ConfigError
+from nalaformer_hf.training.settings import checked, require_one
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelSection:
+    """Which model: exactly one of `preset`, `config` and `pretrained`.
+
+    Args:
+        preset: Name of a NaLa preset; the weights are new.
+        config: A `config.json`, a folder or Hub name that has one, or its fields with `model_type` written
+            out here; any model of transformers that is of the run's kind, with new weights.
+        pretrained: Folder or Hub name of such a model to go on from.
+        overrides: Fields of the model's configuration that differ from `preset` or `config`.
+    """
+
+    preset: str | None = None
+    config: str | dict[str, Any] | None = None
+    pretrained: str | None = None
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_one("model", self, ("preset", "config", "pretrained"))
+        if self.pretrained is not None and self.overrides:
+            raise ConfigError(
+                "model.overrides cannot change model.pretrained, whose weights have their own shape"
+            )
+
+
+# Ours where they differ from the defaults of TrainingArguments.
+TRAIN_DEFAULTS: dict[str, Any] = {
+    "report_to": "tensorboard",
+    "logging_steps": 10,
+    "remove_unused_columns": False,
+    "accelerator_config": {"dispatch_batches": False},  # each process reads a stream and takes its share
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunConfig:
+    """What the configurations of all runs share.
+
+    Args:
+        model: The model section.
+        train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
+    """
+
+    model: ModelSection
+    train: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.train.get("output_dir"):
+            raise ConfigError("train.output_dir must name the folder that the run is written to")
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder that the run is written to."""
+        return Path(self.train["output_dir"])
+
+    def _training_arguments(self, name: str, wanted: int | None) -> "TrainingArguments":
+        """Build the arguments; `wanted` samples a step, the field `name`, set the accumulation."""
+        from transformers import TrainingArguments
+
+        try:
+            arguments = TrainingArguments(**self.train)
+        except ValueError as error:
+            raise ConfigError(f"train: {error}") from error
+        if wanted is not None:
+            at_once = arguments.train_batch_size * arguments.world_size
+            if wanted % at_once:
+                raise ConfigError(
+                    f"{name} must be a multiple of {at_once}, the"
+                    f" train.per_device_train_batch_size of all devices together, got {wanted}"
+                )
+            arguments.gradient_accumulation_steps = wanted // at_once
+        return arguments
+
+    def _check_accumulation(self, name: str, wanted: int | None) -> None:
+        if wanted is not None and "gradient_accumulation_steps" in self.train:
+            raise ConfigError(f"{name} already determines train.gradient_accumulation_steps")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as plain containers."""
+        return dataclasses.asdict(self)
+
+
+def checked_train(values: dict[str, Any]) -> dict[str, Any]:
+    """Check the train section, and add our defaults to it."""
+    from transformers import TrainingArguments
+
+    return TRAIN_DEFAULTS | checked("train", TrainingArguments, values)
