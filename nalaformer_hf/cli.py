@@ -5,15 +5,20 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nalaformer_hf import __version__
 from nalaformer_hf.training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nalaformer_hf.training.runs import RunResult
 
 INTERRUPTED = 130
 # Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
     "eval": ("lm_eval",),
+    "vision": ("PIL", "sklearn", "timm", "torchvision"),
 }
 
 
@@ -40,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_demo, _add_presets, _add_convert):
+    for add in (_add_train, _add_generate, _add_eval, _add_demo, _add_presets, _add_convert):
         add(commands)
     return parser
 
@@ -52,28 +57,52 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="train a causal language model on your text",
         description="Train a causal language model. Ctrl-C leaves a checkpoint that --resume continues.",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file, or the name of a packaged recipe")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in train.output_dir")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="e.g. model.preset=small data.files=text/*.txt train.output_dir=out train.learning_rate=1e-3",
+    _add_run_options(
+        parser,
+        "model.preset=small data.files=text/*.txt train.output_dir=out train.learning_rate=1e-3",
     )
     parser.set_defaults(run=_train_lm)
+    parser = kinds.add_parser(
+        "image",
+        help="train an image classifier on your images",
+        description="Train an image classifier. Ctrl-C leaves a checkpoint that --resume continues."
+        " --config digits needs no images of yours and a few minutes.",
+    )
+    _add_run_options(parser, "model.preset=xt data.source=photos train.output_dir=out augment.mixup=0.8")
+    parser.set_defaults(run=_train_image)
+
+
+def _add_run_options(parser: argparse.ArgumentParser, example: str) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML file, or the name of a packaged recipe")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in train.output_dir")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"e.g. {example}")
 
 
 def _train_lm(arguments: argparse.Namespace) -> int:
     _need("train")
-    from accelerate import PartialState
-
     from nalaformer_hf.training.config import load_config
     from nalaformer_hf.training.lm import train_lm
 
     result = train_lm(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+    return _say_result(result, f"{result.heldout_bits_per_byte or 0:.4f} held-out bits per byte")
+
+
+def _train_image(arguments: argparse.Namespace) -> int:
+    _need("train")
+    _need("vision")
+    from nalaformer_hf.training.image import train_image
+    from nalaformer_hf.training.image_config import load_image_config
+
+    result = train_image(load_image_config(arguments.config, arguments.overrides), resume=arguments.resume)
+    return _say_result(result, f"{result.top1 or 0:.2%} of the held-out images right")
+
+
+def _say_result(result: "RunResult", figure: str) -> int:
+    from accelerate import PartialState
+
     status, message = INTERRUPTED, f"nalaformer: stopped at {result.checkpoint}; --resume goes on from there"
     if result.finished:
-        status, message = 0, f"{result.model_dir}: {result.heldout_bits_per_byte:.4f} held-out bits per byte"
+        status, message = 0, f"{result.model_dir}: {figure}"
     return _say(message, status) if PartialState().is_main_process else status
 
 
@@ -110,6 +139,42 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stats is not None:
         write_stats(continuation, arguments.stats)
     return _say(describe(continuation), 0)
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    kinds = commands.add_parser("eval", help="score a model").add_subparsers(required=True, metavar="KIND")
+    parser = kinds.add_parser("image", help="score an image classifier: top-1 and top-5")
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name of a classifier")
+    parser.add_argument(
+        "--data", required=True, metavar="NAME", help="digits, a folder of images, or a data set on the Hub"
+    )
+    parser.add_argument("--split", default="test", help="its split (test)")
+    parser.add_argument("--data-config", metavar="NAME", help="configuration of a data set on the Hub")
+    parser.add_argument("--image-column", default="image", metavar="NAME")
+    parser.add_argument("--label-column", default="label", metavar="NAME")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="N")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that prepare images")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="e.g. bfloat16; auto is the checkpoint's own")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the figures to a JSON file")
+    parser.set_defaults(run=_eval_image)
+
+
+def _eval_image(arguments: argparse.Namespace) -> int:
+    _need("train")
+    _need("vision")
+    from nalaformer_hf.eval.images import eval_images
+
+    names = ("split", "image_column", "label_column", "batch_size", "workers", "device", "dtype")
+    options = {name: getattr(arguments, name) for name in names}
+    try:
+        scores = eval_images(arguments.model, arguments.data, config=arguments.data_config, **options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if arguments.output is not None:
+        scores.write(arguments.output)
+    _write(f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%} of {scores.num_images:,} images\n")
+    return 0
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:

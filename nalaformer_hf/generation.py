@@ -72,6 +72,17 @@ def load(
     Raises:
         ValueError: The device does not exist here, or the dtype is none of these.
     """
+    check_device_and_dtype(device, dtype)
+    loaded = cast("Any", AutoModelForCausalLM.from_pretrained(model, dtype=dtype)).to(device)
+    return loaded, AutoTokenizer.from_pretrained(model)
+
+
+def check_device_and_dtype(device: str, dtype: str) -> None:
+    """Refuse a device that torch does not find here, and a dtype that is not one of `DTYPES`.
+
+    Raises:
+        ValueError: Either of the two.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
@@ -80,8 +91,6 @@ def load(
         raise ValueError(
             f"device must be one that torch finds here, such as 'cpu', got {device!r}"
         ) from error
-    loaded = cast("Any", AutoModelForCausalLM.from_pretrained(model, dtype=dtype)).to(device)
-    return loaded, AutoTokenizer.from_pretrained(model)
 
 
 def stream(

@@ -4,7 +4,11 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-_SHOWN = {"loss": "loss", "eval_bits_per_byte": "held-out bits per byte"}
+_SHOWN = {
+    "loss": "loss",
+    "eval_bits_per_byte": "held-out bits per byte",
+    "eval_top1": "held-out top-1",
+}
 
 
 class FiguresInBar(ProgressCallback):
