@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
 from timm.data.mixup import Mixup
@@ -13,6 +14,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from nalaformer_hf.training.image_batches import Draw, DrawSampler
 from nalaformer_hf.training.image_config import AugmentSection, EmaSection
@@ -53,6 +55,14 @@ class ImageTrainer(RunTrainer):
         """Let the model have the averaged weights, if there are any."""
         if self.ema is not None:
             self.unwrapped_model.load_state_dict(self.ema.module.state_dict())
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As the Trainer's, with the BatchNorm statistics that are saved, those of the first process."""
+        if self.args.world_size > 1:
+            evaluated = self.unwrapped_model if self.ema is None else self.ema.module
+            for buffer in evaluated.buffers():
+                dist.broadcast(buffer, 0)
+        return super().evaluation_loop(*args, **kwargs)
 
     def compute_loss(
         self,

@@ -144,7 +144,11 @@ def test_trains_from_the_command_lines_configuration(tmp_path):
     assert loaded.config.attention == "cosine"
     assert loaded.num_parameters() == result.num_parameters
     with pytest.raises(ConfigError, match=r"attention: got 'cosin'; did you mean 'cosine'"):
-        train_image(load_image_config(values, ["model.config.attention=cosin", "train.output_dir=x"]))
+        train_image(
+            load_image_config(
+                values, ["model.config.attention=cosin", f"train.output_dir={tmp_path / 'refused'}"]
+            )
+        )
 
 
 def test_refusals(deit_layer):
