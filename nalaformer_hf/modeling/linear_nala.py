@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
 
 
 def _outer(grad: Tensor, x: Tensor) -> Tensor:
-    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), some tokens at a time: oneDNN copies what it transposes."""
+    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), in pieces: oneDNN copies what it transposes."""
     pieces = zip(grad.split(ROWS), x.split(ROWS), strict=True)
     return functools.reduce(Tensor.add_, (_outer_piece(*piece) for piece in pieces))
 
