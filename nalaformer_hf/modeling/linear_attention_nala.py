@@ -142,7 +142,7 @@ def _scan(
     layout: ChunkLayout,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Exclusive running sums over each sequence's chunks, from its row of `entering`; `leaving` gets the last.
+    """Exclusive running sums over each sequence's chunks, from `entering`; its last sum goes to `leaving`.
 
     Forward they are the states before each chunk; with `reverse`, from the last chunk to the first, the
     adjoint of that: the gradients of the chunks' sums.
