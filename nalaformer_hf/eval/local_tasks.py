@@ -50,6 +50,8 @@ def write_local_tasks(data_dir: Path, folder: Path) -> list[str]:
         entry = known.task_index[name]
         definition = _local_definition(name, entry.cfg or {}, str(entry.yaml_path), data_dir / name)
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(definition), encoding="utf-8")
+    if untrained := [name for name in names if not (data_dir / name / "train.jsonl").is_file()]:
+        logger.warning("No train split: few-shot examples of %s are of another one", ", ".join(untrained))
     return names
 
 
@@ -61,10 +63,6 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
     if not files[evaluated].is_file():
         raise ConfigError(f"--data-dir: {name} is evaluated on {files[evaluated]}, which is missing")
     present = {split: str(path.resolve()) for split, path in files.items() if path.is_file()}
-    if "training_split" in splits and splits["training_split"] not in present:
-        logger.warning(
-            "%s has no split %s here: few-shot examples come from another one", name, splits["training_split"]
-        )
     return {
         "include": path,
         "task": name,
