@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_eval, _add_demo, _add_presets):
+    for add in (_add_train, _add_generate, _add_eval, _add_analyze, _add_demo, _add_presets):
         add(commands)
     return parser
 
@@ -189,6 +189,68 @@ def _eval_table(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
         draw(rows, arguments.output.with_suffix(".png"))
+    return 0
+
+
+def _add_analyze(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "analyze", help="test a claim of the paper; docs/claims.md has what came out"
+    )
+    kinds = parser.add_subparsers(required=True, metavar="CLAIM")
+    parser = kinds.add_parser("entropy", help="attention entropy against the norms of queries and keys")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a NaLa language model")
+    _add_analysis_options(parser)
+    parser.set_defaults(run=_analyze_entropy)
+    parser = kinds.add_parser("norm", help="how much of the query norm the power still sees")
+    parser.add_argument(
+        "--model", required=True, nargs="+", metavar="DIR", help="models, or a run's checkpoints"
+    )
+    _add_analysis_options(parser)
+    parser.set_defaults(run=_analyze_norm)
+    for name, text in (
+        ("limit", "distance of the cosine form from the polarity form"),
+        ("rotary", "sign and row sums of weights with rotary in the numerator"),
+    ):
+        parser = kinds.add_parser(name, help=text)
+        parser.set_defaults(run=_analyze_weights, claim=name)
+
+
+def _add_analysis_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), metavar="FILE")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="how many to read of it")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+
+
+def _analyze_entropy(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.eval import norm_analysis
+
+    text = arguments.text.read_text(encoding="utf-8")
+    layers = norm_analysis.read_queries(arguments.model, text, arguments.tokens)
+    rows, points = norm_analysis.entropy_rows(layers)
+    norm_analysis.write_csv(rows, arguments.output / "entropy.csv")
+    norm_analysis.draw_entropy(points, arguments.output / "entropy.png")
+    _write(norm_analysis.summarise_entropy(rows))
+    return 0
+
+
+def _analyze_norm(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.eval import norm_analysis
+
+    text, rows = arguments.text.read_text(encoding="utf-8"), []
+    for model in arguments.model:
+        layers = norm_analysis.read_queries(model, text, arguments.tokens)
+        rows.extend(norm_analysis.norm_rows(model, layers))
+    norm_analysis.write_csv(rows, arguments.output / "norm.csv")
+    _write(norm_analysis.to_markdown(rows))
+    return 0
+
+
+def _analyze_weights(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.eval import attention_weights, norm_analysis
+
+    claims = {"limit": attention_weights.polarity_limit, "rotary": attention_weights.rotary_weights}
+    _write(norm_analysis.to_markdown(list(claims[arguments.claim]())))
     return 0
 
 

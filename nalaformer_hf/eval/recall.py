@@ -133,7 +133,10 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 def model_config(model: str, settings: RecallSettings) -> PreTrainedConfig:
     """Return the configuration of a model of the comparison, of the size of the first one."""
-    sizes = SHAPE | {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.length}
+    sizes: dict[str, Any] = SHAPE | {
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": settings.length,
+    }
     fields = MODELS[model]
     if fields is None:
         first = NaLaConfig(**sizes, **next(f for f in MODELS.values() if f is not None))
