@@ -210,7 +210,8 @@ class NaLaLM(Backend):
             One continuation a request.
         """
         if self.batch_size == "auto":
-            self.longest_prompt = max(len(self.tok_encode(request.args[0])) for request in requests)
+            lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+            self.longest_prompt = max(lengths, default=0)
         return super().generate_until(requests, disable_tqdm)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
