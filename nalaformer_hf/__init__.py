@@ -10,20 +10,28 @@ __version__ = "0.1.0"
 with torchvision_mismatch_explained():
     from .modeling import (
         NaLaAttention,
+        NaLaBackbone,
         NaLaConfig,
         NaLaForCausalLM,
+        NaLaForImageClassification,
         NaLaForQuestionAnswering,
         NaLaForSequenceClassification,
         NaLaForTokenClassification,
         NaLaModel,
+        NaLaVisionConfig,
+        NaLaVisionModel,
     )
 
 __all__ = [
     "NaLaAttention",
+    "NaLaBackbone",
     "NaLaConfig",
     "NaLaForCausalLM",
+    "NaLaForImageClassification",
     "NaLaForQuestionAnswering",
     "NaLaForSequenceClassification",
     "NaLaForTokenClassification",
     "NaLaModel",
+    "NaLaVisionConfig",
+    "NaLaVisionModel",
 ]

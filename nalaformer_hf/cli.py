@@ -43,7 +43,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_eval, _add_analyze, _add_demo, _add_presets):
+    for add in (
+        _add_train,
+        _add_generate,
+        _add_eval,
+        _add_analyze,
+        _add_demo,
+        _add_presets,
+        _add_convert,
+    ):
         add(commands)
     return parser
 
@@ -293,15 +301,59 @@ def _add_presets(commands: argparse._SubParsersAction) -> None:
 def _presets(arguments: argparse.Namespace) -> int:
     import torch
 
-    from nalaformer_hf import NaLaConfig, NaLaForCausalLM
+    from nalaformer_hf import NaLaConfig, NaLaForCausalLM, NaLaForImageClassification, NaLaVisionConfig
     from nalaformer_hf.modeling.configuration_nala import PRESETS
+    from nalaformer_hf.modeling.configuration_nala_vision import VISION_PRESETS
 
     for name in PRESETS:
         config = NaLaConfig.from_preset(name)
         with torch.device("meta"):
             count = NaLaForCausalLM(config).num_parameters()
         _write(f"{name:<22}{count:>13,} parameters, {config.num_hidden_layers} layers, {config.mixer}\n")
+    for name in VISION_PRESETS:
+        config = NaLaVisionConfig.from_preset(name)
+        with torch.device("meta"):
+            count = NaLaForImageClassification(config).num_parameters()
+        _write(f"{name:<22}{count:>13,} parameters, vision, {sum(config.depths)} blocks in 4 stages\n")
     return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="convert a published vision checkpoint to a folder for from_pretrained, or back",
+        description="Convert a published vision checkpoint (.pth, .safetensors) to a folder of a model;"
+        " or such a folder to a state dict with the published names.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint file, or folder of a model")
+    parser.add_argument(
+        "destination", type=Path, metavar="DEST", help="folder to write; or .safetensors or .pth file"
+    )
+    parser.add_argument(
+        "--weights", choices=("model", "model_ema"), help="which of a training checkpoint's weights to take"
+    )
+    parser.add_argument(
+        "--mixers",
+        nargs="+",
+        metavar="MIXER",
+        help="mixer of each stage, linear or softmax; default: linear linear softmax softmax",
+    )
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.convert import export_file, import_file
+
+    try:
+        if arguments.source.is_dir():
+            if arguments.weights or arguments.mixers:
+                raise ValueError("--weights and --mixers concern published checkpoints, SOURCE is a folder.")
+            count = export_file(arguments.source, arguments.destination)
+        else:
+            count = import_file(arguments.source, arguments.destination, arguments.weights, arguments.mixers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return _say(f"{arguments.destination}: {count:,} parameters", 0)
 
 
 def _need(extra: str) -> None:

@@ -1,9 +1,11 @@
 """The models, and their registration with transformers' Auto classes."""
 
 from transformers import (
+    AutoBackbone,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -11,6 +13,7 @@ from transformers import (
 
 from .attention_nala import NaLaAttention
 from .configuration_nala import NaLaConfig
+from .configuration_nala_vision import NaLaVisionConfig
 from .modeling_nala import (
     NaLaForCausalLM,
     NaLaForQuestionAnswering,
@@ -18,6 +21,7 @@ from .modeling_nala import (
     NaLaForTokenClassification,
     NaLaModel,
 )
+from .modeling_nala_vision import NaLaBackbone, NaLaForImageClassification, NaLaVisionModel
 
 AutoConfig.register(NaLaConfig.model_type, NaLaConfig, exist_ok=True)
 AutoModel.register(NaLaConfig, NaLaModel, exist_ok=True)
@@ -26,12 +30,21 @@ AutoModelForSequenceClassification.register(NaLaConfig, NaLaForSequenceClassific
 AutoModelForTokenClassification.register(NaLaConfig, NaLaForTokenClassification, exist_ok=True)
 AutoModelForQuestionAnswering.register(NaLaConfig, NaLaForQuestionAnswering, exist_ok=True)
 
+AutoConfig.register(NaLaVisionConfig.model_type, NaLaVisionConfig, exist_ok=True)
+AutoModel.register(NaLaVisionConfig, NaLaVisionModel, exist_ok=True)
+AutoBackbone.register(NaLaVisionConfig, NaLaBackbone, exist_ok=True)
+AutoModelForImageClassification.register(NaLaVisionConfig, NaLaForImageClassification, exist_ok=True)
+
 __all__ = [
     "NaLaAttention",
+    "NaLaBackbone",
     "NaLaConfig",
     "NaLaForCausalLM",
+    "NaLaForImageClassification",
     "NaLaForQuestionAnswering",
     "NaLaForSequenceClassification",
     "NaLaForTokenClassification",
     "NaLaModel",
+    "NaLaVisionConfig",
+    "NaLaVisionModel",
 ]

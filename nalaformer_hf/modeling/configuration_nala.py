@@ -1,22 +1,15 @@
 """Configuration of the NaLa language model, its checks and its presets."""
 
 # No `from __future__ import annotations` here: `strict` checks no field whose annotation is a string.
-import dataclasses
-import difflib
-import functools
-import math
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation.configuration_utils import GenerationConfig
 
+from .config_base_nala import FEATURE_FORMS, NaLaBaseConfig, nearest, plain_errors
 from .feature_maps_nala import FeatureSpec
 
 MIXERS = ("linear", "delta", "gated_delta")
-FEATURE_FORMS = ("cosine", "polarity", "relu", "elu")
 LAYER_TYPES = ("nala_attention", "full_attention")
 OUTPUT_NORMS = ("layer_norm", "head_rms_norm", "none")
 # Features are twice as wide as heads; flash-linear-attention's delta-rule kernels stop at a key width of 256.
@@ -75,56 +68,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """The known words for an error message, the nearest one first."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(known)}"
-
-
-def plain_errors(config_class: type) -> type:
-    """Class decorator: a rejected field raises the ValueError or TypeError behind the library's own error."""
-    checked_init = config_class.__init__
-
-    @functools.wraps(checked_init)
-    def init(self, *args, **kwargs):
-        try:
-            checked_init(self, *args, **kwargs)
-        except StrictDataclassError as error:
-            cause = error.__cause__
-            if isinstance(cause, (ValueError, TypeError)):
-                raise type(cause)(str(cause)) from error
-            raise
-
-    config_class.__init__ = init
-    return config_class
-
-
-# Keywords that the base class takes besides its fields.
-_LIBRARY_KEYWORDS = {
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "is_decoder",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "quantization_config",
-    "rope_scaling",
-    "rope_theta",
-    "torch_dtype",
-}
-
-
 # `layer_types` in a saved config: the Trainer reads that with the base class, which knows no layer of ours.
 SAVED_LAYER_TYPES = "nala_layer_types"
 
 
 @plain_errors
 @strict
-class NaLaConfig(PreTrainedConfig):
+class NaLaConfig(NaLaBaseConfig):
     r"""Configuration of a NaLa language model (arXiv 2506.21137), decoder or encoder.
 
     Fields beyond transformers' usual ones:
@@ -157,7 +107,8 @@ class NaLaConfig(PreTrainedConfig):
 
     model_type = "nala"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
-    _auto_class = "AutoConfig"
+    _presets = PRESETS
+    _saved_names = (SAVED_LAYER_TYPES,)
     default_theta = 10000.0
 
     vocab_size: int = 32000
@@ -199,8 +150,6 @@ class NaLaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         saved_layer_types = kwargs.pop(SAVED_LAYER_TYPES, None)
-        for keyword in self._foreign(kwargs):
-            raise TypeError(f"NaLaConfig has no field {keyword!r}; {nearest(keyword, self._field_names())}")
         if self.head_dim is None:
             if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -218,44 +167,11 @@ class NaLaConfig(PreTrainedConfig):
             self.output_norm = "layer_norm" if self.mixer == "linear" else "head_rms_norm"
         super().__post_init__(**kwargs)
 
-    @classmethod
-    def _field_names(cls) -> list[str]:
-        return sorted(field.name for field in dataclasses.fields(cls))
-
-    @classmethod
-    def _foreign(cls, keywords: dict[str, Any]) -> list[str]:
-        """Keywords that are neither fields nor the library's."""
-        known = {*cls._field_names(), *_LIBRARY_KEYWORDS, *GenerationConfig._get_default_generation_params()}
-        known.add(SAVED_LAYER_TYPES)
-        return [keyword for keyword in keywords if keyword not in known and not keyword.startswith("_")]
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As the base class; what other programs added to a saved config is kept as plain attributes."""
-        foreign = {keyword: config_dict[keyword] for keyword in cls._foreign(config_dict)}
-        own = {keyword: value for keyword, value in config_dict.items() if keyword not in foreign}
-        result = super().from_dict(own, **kwargs)
-        config = result[0] if isinstance(result, tuple) else result
-        for keyword, value in foreign.items():
-            setattr(config, keyword, value)
-        return result
-
     def to_dict(self) -> dict[str, Any]:
         """As the base class, with `layer_types` under a name of its own."""
         fields = super().to_dict()
         fields[SAVED_LAYER_TYPES] = fields.pop("layer_types")
         return fields
-
-    @classmethod
-    def from_preset(cls, name: str, **overrides) -> "NaLaConfig":
-        """The named preset, with any field overridden.
-
-        Raises:
-            ValueError: If there is no preset of that name.
-        """
-        if name not in PRESETS:
-            raise ValueError(f"name: no preset {name!r}; {nearest(name, tuple(PRESETS))}")
-        return cls(**{**PRESETS[name], **overrides})
 
     def _filled(self, field: str) -> Any:
         """A field that may be None to the constructor, and is filled in by it."""
@@ -264,8 +180,7 @@ class NaLaConfig(PreTrainedConfig):
     @property
     def feature_spec(self) -> FeatureSpec:
         """The feature maps' form and constants, `norm_scale` resolved to a number."""
-        scale = self._filled("head_dim") ** -0.5 if self.norm_scale == "rsqrt_dim" else float(self.norm_scale)
-        return FeatureSpec(self.feature_form, self.feature_power, self.feature_tau, self.feature_gain, scale)
+        return self._feature_spec(self._filled("head_dim"))
 
     @property
     def has_recurrent_delta(self) -> bool:
@@ -292,25 +207,17 @@ class NaLaConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks each field's range and what fields demand of each other."""
-        self._validate_choices()
+        self._validate_choices(
+            mixer=MIXERS,
+            feature_form=FEATURE_FORMS,
+            output_norm=OUTPUT_NORMS,
+            classifier_pooling=("last", "mean"),
+            hidden_act=tuple(ACT2FN),
+        )
         self._validate_sizes()
         self._validate_features()
         self._validate_rotary()
         self._validate_delta()
-
-    def _validate_choices(self):
-        choices = {
-            "mixer": MIXERS,
-            "feature_form": FEATURE_FORMS,
-            "output_norm": OUTPUT_NORMS,
-            "classifier_pooling": ("last", "mean"),
-            "hidden_act": tuple(ACT2FN),
-        }
-        for field, known in choices.items():
-            if getattr(self, field) not in known:
-                raise ValueError(
-                    f"{field}: got {getattr(self, field)!r}; {nearest(getattr(self, field), known)}"
-                )
 
     def _validate_sizes(self):
         fields = (
@@ -320,9 +227,7 @@ class NaLaConfig(PreTrainedConfig):
             "num_hidden_layers",
             "num_attention_heads",
         )
-        for field in (*fields, "num_key_value_heads", "head_dim", "value_head_dim", "conv_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        self._validate_at_least_one(*fields, "num_key_value_heads", "head_dim", "value_head_dim", "conv_size")
         if "full_attention" not in self._filled("layer_types"):
             return
         head_dim = self._filled("head_dim")
@@ -334,20 +239,6 @@ class NaLaConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, got "
                 f"{self.num_attention_heads} and {self._filled('num_key_value_heads')}."
-            )
-
-    def _validate_features(self):
-        if isinstance(self.norm_scale, str) and self.norm_scale != "rsqrt_dim":
-            raise ValueError(f"norm_scale must be a number or 'rsqrt_dim', got {self.norm_scale!r}.")
-        if not isinstance(self.norm_scale, str) and not 0 <= self.norm_scale < math.inf:
-            raise ValueError(f"norm_scale must be finite and not negative, got {self.norm_scale}.")
-        for field in ("feature_power", "feature_tau", "feature_gain"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"{field} must be finite and positive, got {getattr(self, field)}.")
-        if self.feature_form in ("cosine", "polarity") and self.feature_power * self.feature_tau < 1:
-            raise ValueError(
-                f"feature_power * feature_tau must be at least 1 (the gradient of |d|^p is unbounded below "
-                f"that), got {self.feature_power} * {self.feature_tau}."
             )
 
     def _validate_rotary(self):

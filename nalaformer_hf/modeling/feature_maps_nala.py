@@ -80,7 +80,7 @@ def features(x: Tensor, spec: FeatureSpec, is_query: bool, need_grad: bool = Fal
     direction = x / norm
     amplitude = (direction if is_query else x).abs().pow_(exponent)
     if spec.form == "polarity":
-        signed = torch.copysign(amplitude, x)
+        signed = x.sign().mul_(amplitude)  # ONNX has no copysign
         phi = torch.cat((-signed, signed), dim=-1).relu_()
     else:
         angle = direction * (2 * spec.gain)

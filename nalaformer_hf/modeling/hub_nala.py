@@ -6,32 +6,42 @@ import functools
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers.modeling_utils import PreTrainedModel
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
+    """A model class with its pipeline tag."""
+
     class_name: str
     pipeline_tag: str
 
 
-_HEADS = {
-    "AutoModel": _Head("NaLaModel", "feature-extraction"),
-    "AutoModelForCausalLM": _Head("NaLaForCausalLM", "text-generation"),
-    "AutoModelForSequenceClassification": _Head("NaLaForSequenceClassification", "text-classification"),
-    "AutoModelForTokenClassification": _Head("NaLaForTokenClassification", "token-classification"),
-    "AutoModelForQuestionAnswering": _Head("NaLaForQuestionAnswering", "question-answering"),
-}
-_MODELING_MODULE = "modeling_nala"
-_AUTO_MAP = {
-    "AutoConfig": "configuration_nala.NaLaConfig",
-    **{auto_class: f"{_MODELING_MODULE}.{head.class_name}" for auto_class, head in _HEADS.items()},
-}
-_TAGS = ("nala", "nalaformer", "linear-attention")
+class HubFamily(NamedTuple):
+    """What the checkpoints of one family of models say of themselves.
+
+    `heads` is by Auto class; `summary` and `limits` are the model card's lists.
+    """
+
+    config: str
+    modeling_module: str
+    heads: dict[str, Head]
+    tags: tuple[str, ...]
+    summary: Callable[[Any], dict[str, Any]]
+    limits: Callable[[Any], list[str]]
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The code of each Auto class, as a config names it."""
+        models = {auto: f"{self.modeling_module}.{head.class_name}" for auto, head in self.heads.items()}
+        return {"AutoConfig": self.config, **models}
+
+
 # Training facts that are metadata of the card; the others become its list.
 _METADATA_FACTS = ("language", "license", "datasets", "base_model")
 
@@ -83,6 +93,8 @@ _LIBRARY_DESCRIPTION = (
 class HubModel(PreTrainedModel):
     """A model whose checkpoints load through every Auto class and describe themselves."""
 
+    hub_family: ClassVar[HubFamily]
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike,
@@ -97,8 +109,11 @@ class HubModel(PreTrainedModel):
         as it is, in the folder and on the Hub.
         """
         # A class of the user's own, in another module, maps to itself alone.
-        if type(self).__module__.rpartition(".")[2] == _MODELING_MODULE:
-            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **_AUTO_MAP}
+        if type(self).__module__.rpartition(".")[2] == self.hub_family.modeling_module:
+            self.config.auto_map = {
+                **(getattr(self.config, "auto_map", None) or {}),
+                **self.hub_family.auto_map,
+            }
         readme = Path(save_directory) / "README.md"
         users_own = None if _may_rewrite(readme) else readme.read_bytes()
         super().save_pretrained(save_directory, is_main_process, state_dict, push_to_hub, **kwargs)
@@ -108,14 +123,19 @@ class HubModel(PreTrainedModel):
             readme.write_bytes(users_own)  # a push put the Hub's card in its place
         elif not push_to_hub:
             write_model_card(self, readme)
+            self._write_extras(Path(save_directory))
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs) -> Any:
         """Puts our card where the library, about to push, put its own empty one."""
         write_model_card(self, Path(working_dir) / "README.md", repo_id)
+        self._write_extras(Path(working_dir))
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
+    def _write_extras(self, folder: Path) -> None:
+        """Writes what else a checkpoint of the family carries."""
 
-def write_model_card(model: PreTrainedModel, readme: Path, repo_id: str | None = None) -> None:
+
+def write_model_card(model: HubModel, readme: Path, repo_id: str | None = None) -> None:
     """Writes the model card, unless somebody wrote a text there.
 
     Metadata that stands there already (a licence chosen on the website, say) is kept.
@@ -127,6 +147,7 @@ def write_model_card(model: PreTrainedModel, readme: Path, repo_id: str | None =
     """
     if not _may_rewrite(readme):
         return
+    family = model.hub_family
     metadata = ModelCard.load(readme).data.to_dict() if readme.is_file() else {}
     facts = dict(model.config.training_facts or {})
     known = {name: facts.pop(name) for name in _METADATA_FACTS if name in facts}
@@ -135,14 +156,14 @@ def write_model_card(model: PreTrainedModel, readme: Path, repo_id: str | None =
         title=type(model).__name__ if repo_id is None else repo_id.rpartition("/")[2],
         auto_class=auto_class,
         source=repo_id or "path/to/this/folder",
-        summary=_bullets(_summary(model)),
+        summary=_bullets(family.summary(model)),
         training=_bullets(facts) if facts else "No training facts were recorded with this checkpoint.",
-        limits="\n".join(f"- {limit}" for limit in _limits(model.config)),
+        limits="\n".join(f"- {limit}" for limit in family.limits(model.config)),
     )
-    tags = dict.fromkeys([*(metadata.get("tags") or ()), *_TAGS, *(model.model_tags or ())])
+    tags = dict.fromkeys([*(metadata.get("tags") or ()), *family.tags, *(model.model_tags or ())])
     metadata = {**known, **metadata, "library_name": "transformers", "tags": list(tags)}
-    if auto_class in _HEADS:
-        metadata["pipeline_tag"] = _HEADS[auto_class].pipeline_tag
+    if auto_class in family.heads:
+        metadata["pipeline_tag"] = family.heads[auto_class].pipeline_tag
     text = body + _SIGNATURE.format(digest=_digest(body))
     ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n{text}").save(readme)
 
@@ -170,40 +191,3 @@ def _digest_of_library_card() -> str:
 
 def _bullets(facts: dict[str, Any]) -> str:
     return "\n".join(f"- {name}: {' '.join(str(value).split())}" for name, value in facts.items())
-
-
-def _summary(model: PreTrainedModel) -> dict[str, Any]:
-    """The model in a few lines."""
-    config = model.config
-    num_full = config.layer_types.count("full_attention")
-    layers = f"{config.num_hidden_layers}, " + (
-        f"of which {num_full} softmax attention" if num_full else "all NaLa attention"
-    )
-    return {
-        "parameters": f"{model.num_parameters():,} in {str(model.dtype).removeprefix('torch.')}",
-        "layers": layers,
-        "width": f"{config.hidden_size}, feed-forward {config.intermediate_size}",
-        "vocabulary": config.vocab_size,
-        "heads": f"{config.num_attention_heads}, {config.head_dim} wide (values {config.value_head_dim})",
-        "mixer": f"{config.mixer}, {'causal' if config.is_causal else 'bidirectional'}",
-        "features": config.feature_form,
-        "short convolution": config.conv_size if config.use_short_conv else "none",
-    }
-
-
-def _limits(config: Any) -> list[str]:
-    """What a reader should not expect."""
-    limits = [
-        "Nothing is claimed but what stands under Training: no other quality, bias or safety was measured.",
-        "Not supported: tensor and pipeline parallelism, vLLM, SGLang, GGUF.",
-    ]
-    if config.is_causal:
-        limits.append(
-            "NaLa layers keep a state of constant size: long contexts cost no more memory a token, but are "
-            "remembered only as far as that state holds them."
-        )
-    if config.has_recurrent_delta:
-        limits.append(
-            "Not supported: assisted and prompt-lookup decoding; a delta-rule state cannot be rolled back."
-        )
-    return limits

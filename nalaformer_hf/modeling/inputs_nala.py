@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.generic import TransformersKwargs
 
-from .configuration_nala import nearest
+from .config_base_nala import nearest
 
 # The library's own, and those of its losses.
 KEYWORDS = (*TransformersKwargs.__annotations__, "ignore_index", "shift_labels")

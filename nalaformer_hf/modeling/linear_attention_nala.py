@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers.utils.generic import maybe_autocast
 
 from .chunking_nala import ChunkLayout, Segment, chunk_layout, cut_segments
 from .feature_maps_nala import (
@@ -165,12 +166,12 @@ def _scan(
     return states, running
 
 
-def _full_precision(method: Callable) -> Callable:
-    """A forward or backward of an autograd.Function with autocast off, which would round the products."""
+def full_precision(method: Callable) -> Callable:
+    """Decorator: a forward or backward of an autograd.Function with autocast off, which would round."""
 
     @wraps(method)
     def without_autocast(ctx, x: Tensor, *args):
-        with torch.autocast(x.device.type, enabled=False):
+        with maybe_autocast(x.device.type, enabled=False):
             return method(ctx, x, *args)
 
     return without_autocast
@@ -180,7 +181,7 @@ class _Causal(torch.autograd.Function):
     """Chunked causal attention: q, k, v (B, N, C, H, ·), states (R, B, H, F, V + 1)."""
 
     @staticmethod
-    @_full_precision
+    @full_precision
     def forward(ctx, q, k, v, initial, cos, sin, plan: _Plan):
         rotary = None if cos is None else (cos, sin)
         o = torch.empty(v.shape, dtype=initial.dtype, device=v.device)
@@ -207,7 +208,7 @@ class _Causal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_full_precision
+    @full_precision
     def backward(ctx, grad_o, grad_final):
         q, k, v, initial, cos, sin, o, inverse, *entries = ctx.saved_tensors
         plan: _Plan = ctx.plan
@@ -257,7 +258,7 @@ class _Bidirectional(torch.autograd.Function):
     """Every token reads the sums over its whole sequence: q, k, v (B, N, C, H, ·), in two passes."""
 
     @staticmethod
-    @_full_precision
+    @full_precision
     def forward(ctx, q, k, v, cos, sin, plan: _Plan):
         rotary = None if cos is None else (cos, sin)
         batch, _, _, heads, width = v.shape
@@ -282,7 +283,7 @@ class _Bidirectional(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_full_precision
+    @full_precision
     def backward(ctx, grad_o):
         q, k, v, cos, sin, o, inverse, totals = ctx.saved_tensors
         plan: _Plan = ctx.plan

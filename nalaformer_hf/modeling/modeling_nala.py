@@ -32,6 +32,7 @@ from .block_nala import NaLaBlock, NaLaFullAttention, NaLaRotaryEmbedding
 from .cache_nala import create_nala_mask
 from .configuration_nala import NaLaConfig
 from .feature_maps_nala import upcast
+from .hub_language_nala import LANGUAGE_FAMILY
 from .hub_nala import HubModel
 from .inputs_nala import (
     check_cache,
@@ -51,6 +52,7 @@ class NaLaPreTrainedModel(HubModel):
 
     config: NaLaConfig
     config_class = NaLaConfig
+    hub_family = LANGUAGE_FAMILY
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NaLaBlock"]

@@ -1,0 +1,210 @@
+"""Linear attention of the vision family: every token reads the means over all tokens.
+
+Letters: B batch, N tokens, H heads, D head dim of q and k, V head dim of v, F feature width; in a segment r
+rows of the batch and n tokens.
+
+    o_n = φ̃_q(q_n)·S / (φ_q(q_n)·z + ε),      S = mean φ̃_k(k) vᵀ,      z = mean φ_k(k)
+
+φ̃ is φ after the rotary embedding. The polarity form, the published one, has its own two passes over segments
+that stay in a CPU's cache, with two dense halves, [x < 0] A and [x > 0] A, in place of wide features.
+Only q, k, v, o, S, z and the denominators are kept for the backward, which makes the features anew.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .feature_maps_nala import FeatureSpec, apply_rotary, map_features, upcast
+from .linear_attention_nala import SEGMENT_SIZE, chunked_attention, full_precision
+from .vision_rotary_nala import AxialTables, as_pairs, is_traced
+
+EPS = 1e-6  # published code
+
+
+def vision_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: FeatureSpec, tables: AxialTables | None
+) -> Tensor:
+    """(B, N, H, D) q and k, (B, N, H, V) v to (B, N, H, V), in fp32 (float64 for float64)."""
+    if is_traced():
+        return plain_attention(q, k, v, spec, tables)
+    if spec.form != "polarity":
+        rotary = None if tables is None else tables.cos_sin
+        o, _ = chunked_attention(q, k, v, spec, rotary=rotary, rotary_layout="axial", causal=False, eps=EPS)
+        return o
+    return _Polarity.apply(q, k, v, None if tables is None else tables.turns, spec)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, spec: FeatureSpec, tables: AxialTables | None) -> Tensor:
+    """`vision_linear_attention` as one would write it, for compilers and exporters."""
+    fq, fk = map_features(q, spec, True), map_features(k, spec, False)
+    den = (fq * fk.mean(dim=1, keepdim=True)).sum(-1, keepdim=True) + EPS
+    if tables is not None:
+        copies = fq.shape[-1] // q.shape[-1]
+        cos, sin = (x.repeat(1, copies).unsqueeze(1) for x in tables.cos_sin)
+        fq, fk = (apply_rotary(phi, cos, sin, "axial") for phi in (fq, fk))
+    fq, fk, v = (x.transpose(1, 2) for x in (fq, fk, upcast(v)))
+    state = fk.mT @ (v / q.shape[1])
+    return (fq @ state).transpose(1, 2) / den
+
+
+class _Rows(NamedTuple):
+    """q or k of one segment, (r, H, n, D), and half features: `halves` (2, r, H, n, D), negative first."""
+
+    x: Tensor
+    halves: Tensor
+    direction: Tensor | None = None  # queries only, like the rest
+    norm: Tensor | None = None
+    tanh_norm: Tensor | None = None
+    exponent: Tensor | None = None
+
+
+def _dense(x: Tensor) -> Tensor:
+    """(r, n, H, ·) to contiguous (r, H, n, ·), upcast; not a copy where it is that already."""
+    return upcast(x).transpose(1, 2).contiguous()
+
+
+def _halves(amplitude: Tensor, x: Tensor) -> Tensor:
+    """[x < 0] A and [x > 0] A."""
+    signed = torch.copysign(amplitude, x)
+    halves = amplitude.new_empty(2, *amplitude.shape)
+    torch.clamp_min(signed, 0, out=halves[1])
+    torch.sub(halves[1], signed, out=halves[0])
+    return halves
+
+
+def _query_rows(q: Tensor, spec: FeatureSpec) -> _Rows:
+    x = _dense(q)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    tanh_norm = torch.tanh(norm * spec.norm_scale)
+    exponent = spec.power * (spec.tau + tanh_norm)
+    norm = norm.masked_fill_(norm == 0, torch.inf)
+    direction = x / norm
+    amplitude = direction.abs().pow_(exponent)
+    return _Rows(x, _halves(amplitude, direction), direction, norm, tanh_norm, exponent)
+
+
+def _key_rows(k: Tensor, spec: FeatureSpec) -> _Rows:
+    x = _dense(k)
+    return _Rows(x, _halves(x.abs().pow_(spec.power), x))
+
+
+def _turn_(halves: Tensor, turns: Tensor | None) -> Tensor:
+    """The rotary embedding of each half, in place; with conjugate turns, its adjoint."""
+    if turns is not None:
+        as_pairs(halves).mul_(turns)
+    return halves
+
+
+def _weighted(grad_halves: Tensor, halves: Tensor) -> Tensor:
+    """A · d(loss)/dA: one half of each pair is zero."""
+    return (grad_halves[0] * halves[0]).addcmul_(grad_halves[1], halves[1])
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 at 0."""
+    return x / (x * x).add_(torch.finfo(x.dtype).tiny)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Σ over both halves of a b, (2, r, H, ·, ·) each."""
+    first = (a[0] @ b[0]).flatten(0, 1)
+    total = torch.baddbmm(first, a[1].flatten(0, 1), b[1].flatten(0, 1), out=first)
+    return total.unflatten(0, a.shape[1:3])
+
+
+class _Polarity(torch.autograd.Function):
+    """q, k (B, N, H, D), v (B, N, H, V) of any strides; S (2, B, H, D, V) and z (2, B, H, 1, D) are means."""
+
+    @staticmethod
+    @full_precision
+    def forward(ctx, q, k, v, turns, spec: FeatureSpec):
+        segments = _segments(q)
+        batch, num_tokens, heads, width = v.shape
+        o = torch.empty(v.shape, dtype=upcast(v[:0]).dtype, device=v.device)
+        S = o.new_zeros(2, batch, heads, q.shape[-1], width)
+        z = o.new_zeros(2, batch, heads, 1, q.shape[-1])
+        inverse = o.new_empty(batch, heads, num_tokens, 1)
+        for rows, tokens in segments:
+            halves = _key_rows(k[rows, tokens], spec).halves
+            z[:, rows] += halves.sum(-2, keepdim=True)
+            S[:, rows] += _turn_(halves, _at(turns, tokens)).mT @ _dense(v[rows, tokens])
+        S /= num_tokens
+        z /= num_tokens
+        for rows, tokens in segments:
+            halves = _query_rows(q[rows, tokens], spec).halves
+            den = (halves * z[:, rows]).sum((0, -1)).add_(EPS).unsqueeze(-1)
+            inverse[rows, :, tokens] = den.reciprocal_()
+            num = _matmul(_turn_(halves, _at(turns, tokens)), S[:, rows])
+            torch.mul(num, den, out=o[rows, tokens].transpose(1, 2))
+        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, turns, o, inverse, S, z)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    @full_precision
+    def backward(ctx, grad_o):
+        q, k, v, turns, o, inverse, S, z = ctx.saved_tensors
+        segments, spec = _segments(q), ctx.spec
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        grad_S, grad_z = torch.zeros_like(S), torch.zeros_like(z)
+        for rows, tokens in segments:
+            at = _at(turns, tokens)
+            queries = _query_rows(q[rows, tokens], spec)
+            grad_num = _dense(grad_o[rows, tokens]) * inverse[rows, :, tokens]
+            grad_den = (grad_num * _dense(o[rows, tokens])).sum(-1, keepdim=True).neg_()
+            grad_z[:, rows] += (queries.halves * grad_den).sum(-2, keepdim=True)
+            grad_halves = _turn_(grad_num @ S[:, rows].mT, _conj(at)).addcmul_(grad_den, z[:, rows])
+            weighted = _weighted(grad_halves, queries.halves)
+            grad_S[:, rows] += _turn_(queries.halves, at).mT @ grad_num
+            grad_q[rows, tokens] = _query_grad(weighted, queries, spec).transpose(1, 2)
+        grad_S /= q.shape[1]
+        grad_z /= q.shape[1]
+        for rows, tokens in segments:
+            at, values = _at(turns, tokens), _dense(v[rows, tokens])
+            keys = _key_rows(k[rows, tokens], spec)
+            grad_halves = _turn_(values @ grad_S[:, rows].mT, _conj(at)).add_(grad_z[:, rows])
+            grad = _weighted(grad_halves, keys.halves).mul_(_inverse(keys.x)).mul_(spec.power)
+            grad_k[rows, tokens] = grad.transpose(1, 2)
+            grad_v[rows, tokens] = _matmul(_turn_(keys.halves, at), grad_S[:, rows]).transpose(1, 2)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _query_grad(weighted: Tensor, queries: _Rows, spec: FeatureSpec) -> Tensor:
+    """Gradient of the queries: through their direction, and through the exponent's norm."""
+    d, norm, tanh_norm, exponent = queries.direction, queries.norm, queries.tanh_norm, queries.exponent
+    assert d is not None
+    assert norm is not None
+    assert tanh_norm is not None
+    assert exponent is not None
+    slope = (1 - tanh_norm * tanh_norm) * (spec.power * spec.norm_scale)
+    log_direction = d.abs().log_().clamp_min_(-1e4)  # finite where weighted is 0
+    grad_norm = (weighted * log_direction).sum(-1, keepdim=True).mul_(slope)
+    rate = exponent / norm
+    along = weighted.sum(-1, keepdim=True).mul_(rate)
+    return _inverse(d).mul_(weighted).mul_(rate).addcmul_(d, grad_norm.sub_(along))
+
+
+def _segments(q: Tensor) -> list[tuple[slice, slice]]:
+    """Rows and tokens that are computed together: whole rows, or parts of one."""
+    batch, num_tokens, heads, dim = q.shape
+    size = max(1, SEGMENT_SIZE["cpu" if q.device.type == "cpu" else "cuda"] // (heads * dim))
+    num_rows = min(batch, max(1, size // num_tokens))
+    return list(product(_slices(batch, num_rows), _slices(num_tokens, size)))
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _at(turns: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if turns is None else turns[tokens]
+
+
+def _conj(turns: Tensor | None) -> Tensor | None:
+    return None if turns is None else turns.conj()
