@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_demo, _add_presets):
+    for add in (_add_train, _add_generate, _add_demo, _add_presets, _add_doctor):
         add(commands)
     return parser
 
@@ -160,6 +160,22 @@ def _presets(arguments: argparse.Namespace) -> int:
             count = NaLaForCausalLM(config).num_parameters()
         _write(f"{name:<22}{count:>13,} parameters, {config.num_hidden_layers} layers, {config.mixer}\n")
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine runs, and test its kernels",
+        description="Say versions, device and backends, and compare every kernel with the float64 reference"
+        " on this machine. The exit status is 1 if one fails; backend 'auto' trusts the result.",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.doctor import run_doctor
+
+    return 0 if run_doctor(_write) else 1
 
 
 def _need(extra: str) -> None:
