@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def _check_direction(
         raise ValueError("backend: wanted 'torch', 'reference' or 'auto' with causal=False, got 'recurrent'")
 
 
-def _fast_form(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _fast_form(backend: str) -> Callable[..., Any]:
     if backend == "torch":
         return chunked_attention
     from .triton.attention import fused_attention

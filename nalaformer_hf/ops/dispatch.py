@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..modeling.feature_maps_nala import FeatureSpec
 from ._checks import check_choice
 
 BACKENDS = ("reference", "recurrent", "torch", "triton", "auto")
@@ -79,6 +83,33 @@ def why_not_triton(
         if width > MAX_TRITON_WIDTH:
             return f"it takes a {name} of at most {MAX_TRITON_WIDTH}, got {width}"
     return None
+
+
+class FusedForms(NamedTuple):
+    """The fused twins of `modeling.linear_attention_nala`'s two forms."""
+
+    attention: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def fused_forms(q: Tensor, v: Tensor, spec: FeatureSpec) -> FusedForms | None:
+    """What a model's `linear` layer runs instead of the torch form; None where "auto" picks that one."""
+    if q.device.type == "cpu":
+        return None
+    backend = resolve_backend(
+        "auto",
+        device=q.device,
+        dtype=v.dtype,
+        form=spec.form,
+        head_dim=q.shape[-1],
+        value_head_dim=v.shape[-1],
+    )
+    if backend != "triton":
+        return None
+    from .triton.attention import fused_attention
+    from .triton.decode import fused_step
+
+    return FusedForms(fused_attention, fused_step)
 
 
 def is_interpreting() -> bool:

@@ -30,7 +30,7 @@ NAMES = ("form", "T", "dtype", "rotary", "causal", "D", "V", "bounds", "has_stat
 
 @pytest.mark.parametrize("values", SAMPLE, ids=lambda v: "-".join(str(x) for x in v).replace("torch.", ""))
 def test_kernels_are_the_reference(interpret, values):
-    interpret("check_kernels", **dict(zip(NAMES, values, strict=True)))
+    interpret("kernel_cases", "check_kernels", **dict(zip(NAMES, values, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_kernels_are_the_reference(interpret, values):
     ],
 )
 def test_decode_kernel_continues_a_prefill(interpret, form, rotary, dtype, D, V, in_place):
-    interpret("check_step", form, rotary, dtype, D, V, in_place)
+    interpret("kernel_cases", "check_step", form, rotary, dtype, D, V, in_place)
 
 
 @pytest.mark.slow
@@ -58,4 +58,4 @@ def test_kernels_on_the_full_grid(interpret, form, rotary, causal, D, V, T, has_
     bounds = [0, 0, T // 2, T // 2, T] if T > 1 else None
     for cut in (None, bounds):
         options = {"D": D, "V": V, "H": 1, "dtype": dtype, "rotary": rotary, "causal": causal, "bounds": cut}
-        interpret("check_kernels", form, T, has_state, **options)
+        interpret("kernel_cases", "check_kernels", form, T, has_state, **options)

@@ -135,6 +135,7 @@ class _Attention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_initial, None, None, None, None
 
 
+@torch.compiler.disable
 def fused_attention(
     q: Tensor,
     k: Tensor,

@@ -77,6 +77,7 @@ def decode_constants(spec: FeatureSpec, rotary: str, D: int, V: int) -> dict[str
     }
 
 
+@torch.compiler.disable
 def fused_step(
     q: Tensor,
     k: Tensor,
@@ -94,11 +95,11 @@ def fused_step(
         q: (B, 1, H, D), fp32, fp16 or bf16, D ≤ 256.
         k: As q.
         v: (B, 1, H, V), V ≤ 256.
-        state: [S | z] in fp32, (B, H, 2D, V + 1), contiguous.
+        state: [S | z] in fp32, (B, H, 2D, V + 1).
         spec: Feature maps, "cosine" or "polarity".
         rotary: Tables (1, D), (1, 1, D) or (B, 1, D).
         rotary_layout: "phase" or "axial".
-        in_place: Whether the new state overwrites the old one.
+        in_place: Whether the new state may overwrite the old one, and does if that is contiguous.
 
     Returns:
         o (B, 1, H, V) in the dtype of v and the new state. Nothing waits for the device and, given the same
@@ -106,7 +107,7 @@ def fused_step(
     """
     batch, _, heads, D = q.shape
     V = v.shape[-1]
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v, state = (x.contiguous() for x in (q, k, v, state))
     cos, sin = (q, q) if rotary is None else (x.float().contiguous() for x in rotary)
     o, new_state = torch.empty_like(v), state if in_place else torch.empty_like(state)
     constants = decode_constants(spec, "none" if rotary is None else rotary_layout, D, V)

@@ -11,6 +11,7 @@ import os
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,10 @@ import triton
 from ... import __version__
 from .selftest import QUICK, Check, run_selftest
 
+untraced: Any = torch.compiler.disable  # reading a file is nothing to compile
 
+
+@untraced
 def why_not_trusted(device: torch.device) -> str | None:
     """Why "auto" leaves the kernels out on this GPU, in words; None if they passed their self-test."""
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -34,6 +34,6 @@ def _set_up() -> None:
     assert torch.empty(3).isnan().all()
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of `kernel_cases`, which only this process may import: it imports the kernels."""
-    return getattr(importlib.import_module("kernel_cases"), name)(*args, **kwargs)
+def call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of a module that only this process may import, since it imports the kernels."""
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
