@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_demo,
         _add_presets,
         _add_convert,
+        _add_doctor,
     ):
         add(commands)
     return parser
@@ -354,6 +355,22 @@ def _convert(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return _say(f"{arguments.destination}: {count:,} parameters", 0)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine runs, and test its kernels",
+        description="Say versions, device and backends, and compare every kernel with the float64 reference"
+        " on this machine. The exit status is 1 if one fails; backend 'auto' trusts the result.",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.doctor import run_doctor
+
+    return 0 if run_doctor(_write) else 1
 
 
 def _need(extra: str) -> None:
