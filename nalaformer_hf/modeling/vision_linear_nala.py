@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from .feature_maps_nala import FeatureSpec, apply_rotary, map_features, upcast
 from .linear_attention_nala import SEGMENT_SIZE, chunked_attention, full_precision
-from .vision_rotary_nala import AxialTables, as_pairs, is_traced
+from .linear_nala import is_traced
+from .vision_rotary_nala import AxialTables, as_pairs
 
 EPS = 1e-6  # published code
 

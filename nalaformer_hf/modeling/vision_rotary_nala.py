@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .feature_maps_nala import apply_rotary, upcast
-
-
-def is_traced() -> bool:
-    """Whether the caller is being compiled or exported: then plain operations serve better."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+from .linear_nala import is_traced
 
 
 class AxialTables(NamedTuple):
