@@ -20,6 +20,7 @@ from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
 from .inputs_nala import check_bounds
 from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
+from .linear_nala import NaLaLinear
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
 
@@ -75,21 +76,21 @@ class NaLaAttention(nn.Module):
         self.num_heads = config.num_attention_heads
         self.key_dim = config.num_attention_heads * config.head_dim
         self.value_dim = config.num_attention_heads * config.value_head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.key_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.value_dim, bias=False)
+        self.q_proj = NaLaLinear(config.hidden_size, self.key_dim, bias=False)
+        self.k_proj = NaLaLinear(config.hidden_size, self.key_dim, bias=False)
+        self.v_proj = NaLaLinear(config.hidden_size, self.value_dim, bias=False)
         self.g_proj = (
-            nn.Linear(config.hidden_size, self.value_dim, bias=False) if config.use_output_gate else None
+            NaLaLinear(config.hidden_size, self.value_dim, bias=False) if config.use_output_gate else None
         )
-        self.o_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+        self.o_proj = NaLaLinear(self.value_dim, config.hidden_size, bias=False)
         if config.use_short_conv:
             self.q_conv1d = ShortConvolution(self.key_dim, config.conv_size)
             self.k_conv1d = ShortConvolution(self.key_dim, config.conv_size)
             self.v_conv1d = ShortConvolution(self.value_dim, config.conv_size)
         if config.mixer != "linear":
-            self.b_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+            self.b_proj = NaLaLinear(config.hidden_size, self.num_heads, bias=False)
         if config.mixer == "gated_delta":
-            self.a_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+            self.a_proj = NaLaLinear(config.hidden_size, self.num_heads, bias=False)
             self.A_log = nn.Parameter(torch.zeros(self.num_heads))
             self.dt_bias = nn.Parameter(torch.zeros(self.num_heads))
         self.o_norm = _output_norm(config)

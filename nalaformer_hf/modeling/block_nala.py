@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
-    LlamaMLP,
     LlamaRotaryEmbedding,
 )
 
 from .attention_nala import NaLaAttention
 from .configuration_nala import NaLaConfig
+from .linear_nala import NaLaLinear
 
 
 class NaLaFullAttention(LlamaAttention):
@@ -36,6 +37,21 @@ class NaLaRotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
+class NaLaMLP(nn.Module):
+    """SwiGLU: down(act(gate(x)) · up(x))."""
+
+    def __init__(self, config: NaLaConfig):
+        super().__init__()
+        self.gate_proj = NaLaLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = NaLaLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = NaLaLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class NaLaBlock(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + SwiGLU(norm(x)); the mixer is a NaLa layer or softmax attention."""
 
@@ -46,7 +62,7 @@ class NaLaBlock(GradientCheckpointingLayer):
         attention = NaLaAttention if self.layer_type == "nala_attention" else NaLaFullAttention
         self.attn = attention(config, layer_idx)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = NaLaMLP(config)
 
     def forward(self, hidden_states: Tensor, **mixer_inputs) -> Tensor:
         """(B, T, C) to (B, T, C); `mixer_inputs` are those of `self.attn`."""

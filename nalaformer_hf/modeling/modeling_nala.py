@@ -42,6 +42,7 @@ from .inputs_nala import (
     packed_bounds,
     sequence_of_token,
 )
+from .linear_nala import NaLaLinear
 from .short_convolution_nala import ShortConvolution
 
 
@@ -226,7 +227,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NaLaModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = NaLaLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache", raise_if_both_names=True)

@@ -1,0 +1,82 @@
+"""A linear map that a CPU computes with oneDNN.
+
+Letters in shapes: I in features, O out features.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+# Tokens whose part of a weight's gradient is computed together.
+ROWS = 2048
+
+
+class NaLaLinear(nn.Linear):
+    """`nn.Linear` whose fp32 products on a CPU go to oneDNN in place of the BLAS.
+
+    The BLAS of the usual builds of torch reads the weights with one thread when there is one token, and runs
+    at half speed on processors that are not its vendor's (docs/log.md has the figures). Same numbers up to
+    rounding; everywhere else, and under autocast or `torch.compile`, it is `nn.Linear` itself.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        if _onednn_takes(x, self.weight):
+            return _product(x, self.weight, self.bias)
+        return super().forward(x)
+
+
+def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether both are plain fp32 tensors on a CPU, and nothing else has a say."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and type(weight) in (Tensor, nn.Parameter)
+        and x.numel() > 0
+        and x.shape[-1] == weight.shape[1]  # a misfit gets nn.Linear's own error
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """X Wᵀ + b: (..., I), (O, I) and (O,) to (..., O)."""
+    if torch.is_grad_enabled():
+        return _Product.apply(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Product(torch.autograd.Function):
+    """`_product` with its gradients, which are two more such products."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None):
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = None if weight is None else _product(grad, weight.t())
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_weight = None if x is None else _outer(rows, x.reshape(-1, x.shape[-1]))
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _outer(grad: Tensor, x: Tensor) -> Tensor:
+    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), in pieces: oneDNN copies what it transposes."""
+    pieces = zip(grad.split(ROWS), x.split(ROWS), strict=True)
+    return functools.reduce(Tensor.add_, (_outer_piece(*piece) for piece in pieces))
+
+
+def _outer_piece(grad: Tensor, x: Tensor) -> Tensor:
+    """`_outer` of a few tokens; fastest where the wider factor takes the weight's place."""
+    if grad.shape[1] < x.shape[1]:
+        return _product(grad.t(), x.t())
+    return _product(x.t(), grad.t()).t()
