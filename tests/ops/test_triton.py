@@ -45,6 +45,24 @@ def test_decode_kernel_continues_a_prefill(interpret, form, rotary, dtype, D, V,
     interpret("kernel_cases", "check_step", form, rotary, dtype, D, V, in_place)
 
 
+@pytest.mark.parametrize("form", ["cosine", "polarity"])
+@pytest.mark.parametrize("check", ["check_zero_rows", "check_extremes"])
+def test_numeric_rules(interpret, form, check):
+    interpret("kernel_cases", check, form)
+
+
+def test_saved_memory(interpret):
+    interpret("kernel_cases", "check_saved_memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "V"), [(64, 40), (96, 128), (256, 256)])
+def test_kernels_over_many_chunks(interpret, D, V):
+    bounds = [0, 300, 300, 301, 560]
+    options = {"D": D, "V": V, "H": 1, "dtype": F32, "rotary": "phase", "bounds": bounds}
+    interpret("kernel_cases", "check_kernels", "cosine", 560, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "rotary"), list(product(("cosine", "polarity"), (None, "phase", "axial"))))
 @pytest.mark.parametrize("causal", [True, False])

@@ -17,7 +17,7 @@ from .features import TINY, features, rotate
 from .plan import block_of, feature_constants
 from .tiles import load_rows, load_tables, rounded
 
-STATE_BLOCK = 4096  # numbers of one half of a state in registers at a time
+STATE_BLOCK = 2048  # numbers of one half of a state in registers at a time
 
 
 @triton.jit

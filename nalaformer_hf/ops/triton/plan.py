@@ -140,7 +140,11 @@ def make_plan(
     shrink = 1 if dtype == torch.bfloat16 else 2  # operands of four bytes take twice the registers
     warps = 4 if BD <= 32 else 8
     sums = Tiles(max(16, (32 if BD <= 64 else 16) // shrink), min(BV, 64 if BD <= 128 else 32), warps)
-    outputs = Tiles(max(16, {128: 32, 256: 16}.get(BD, 64) // shrink), min(BV, 64), warps)
-    rows = 16 if BD == 256 or (BD == 128 and rotary != "none") else 32
-    gradients = Tiles(max(16, rows // shrink), min(BV, 32), warps)
-    return Plan(spec, rotary, causal, eps, D, V, 128, dtype, precision, sums, outputs, gradients)
+    rotated = rotary != "none"
+    rows = 16 if BD == 256 else 32 if BD == 128 or rotated else 64
+    outputs = Tiles(max(16, rows // shrink), min(BV, 64), warps)
+    rows = 16 if BD == 256 or (BD == 128 and rotated) else 32
+    gradients = Tiles(max(16, rows // shrink), min(BV, 64 if BD <= 64 else 32), warps)
+    # A longer chunk spares states, (2D, V) each, and costs products within the chunk.
+    chunk_size = 256 if BD >= 128 else 128
+    return Plan(spec, rotary, causal, eps, D, V, chunk_size, dtype, precision, sums, outputs, gradients)

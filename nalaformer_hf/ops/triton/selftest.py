@@ -84,7 +84,7 @@ def run_selftest(device: torch.device, cases: tuple[Case, ...]) -> list[Check]:
 
 
 def _check(case: Case, device: torch.device) -> Iterator[Check]:
-    T = 300 if device.type == "cuda" else 70
+    T = 300 if device.type == "cuda" else 40
     inputs = _inputs(case, T)
     exact, _ = _attend(case, [x.double() for x in inputs], T, "reference")
     on_device = [x.to(device) for x in inputs]
