@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalaformer_hf import NaLaConfig, NaLaForCausalLM
+from nalaformer_hf.eval.recall_tasks import associative_recall
 
 # The base of the ablation is written out, so that the table does not move when the package's defaults do.
 BASE = {
@@ -116,23 +117,8 @@ def text_batch(
 
 
 def recall_batch(task: Task, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key-value pairs, then the keys again in another order, each at a random place among fillers.
-
-    Keys are the lower half of the vocabulary, values the upper half, 0 the filler. The label of a repeated
-    key's successor is its value; there is no other label.
-    """
-    half, pairs = task.vocab_size // 2, NUM_PAIRS
-    shape = (task.batch_size, half - 1)
-    keys = torch.rand(shape, generator=generator).argsort(1)[:, :pairs] + 1
-    values = torch.randint(half, task.vocab_size, (task.batch_size, pairs), generator=generator)
-    ids = torch.zeros(task.batch_size, task.num_tokens, dtype=torch.long)
-    ids[:, 0 : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
-    room = (task.num_tokens - 2 * pairs) // 2
-    slots = torch.rand(task.batch_size, room, generator=generator).argsort(1)[:, :pairs] * 2 + 2 * pairs
-    ids.scatter_(1, slots, keys)
-    ids.scatter_(1, slots + 1, values)
-    labels = torch.full_like(ids, -100).scatter_(1, slots + 1, values)
-    return ids, labels
+    """Multi-query associative recall of the task's size."""
+    return associative_recall(task.batch_size, task.num_tokens, task.vocab_size, generator, NUM_PAIRS)
 
 
 def train(model: torch.nn.Module, task: Task, batches) -> None:

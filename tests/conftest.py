@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from interpreted import call, interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,3 +55,10 @@ def cpp_compiler_works() -> bool:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def interpret() -> Iterator[Callable[..., Any]]:
+    """Calls a function, by its module and name, in a process with TRITON_INTERPRET=1."""
+    with interpreter() as pool:
+        yield lambda module, name, *args, **kwargs: pool.submit(call, module, name, *args, **kwargs).result()

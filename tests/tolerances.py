@@ -27,6 +27,14 @@ TOLERANCES = {
     ("elu", torch.float16): (5e-4, 2e-3),
 }
 
+# The kernels multiply bf16 inputs as bf16: features, states and weights are rounded once more.
+KERNEL_TOLERANCES = {
+    ("cosine", torch.bfloat16): (2e-2, 5e-2),
+    ("polarity", torch.bfloat16): (2e-2, 5e-2),
+}
+# They keep o in the dtype of v, as flash attention does; its rounding covers small rows of q's gradient.
+KERNEL_ROW_FLOOR = 1e-1
+
 # The error of a row smaller than this part of the largest is measured against that part.
 ROW_FLOOR = 1e-2
 
@@ -49,3 +57,12 @@ def assert_close_rows(
     largest, row = relative_errors(actual, expected, row_floor)
     assert largest <= tolerance, f"{name}: error {largest:.2e} of the largest value, allowed {tolerance:.0e}"
     assert row <= tolerance, f"{name}: error {row:.2e} of a row's norm, allowed {tolerance:.0e}"
+
+
+def assert_close_kernel(
+    actual: Tensor, expected: Tensor, form: str, dtype: torch.dtype, name: str, is_gradient: bool
+) -> None:
+    """`assert_close_rows` for what a fused kernel computed from inputs in `dtype`."""
+    tolerances = KERNEL_TOLERANCES.get((form, dtype), TOLERANCES[form, dtype])
+    row_floor = ROW_FLOOR if dtype == torch.float32 else KERNEL_ROW_FLOOR
+    assert_close_rows(actual, expected, tolerances[is_gradient], name, row_floor)

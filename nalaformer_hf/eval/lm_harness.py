@@ -16,6 +16,11 @@ def sample_task_names() -> list[str]:
     return sorted(path.stem for path in SAMPLE_TASKS.glob("*.yaml"))
 
 
+def load_sample_tasks() -> list[dict[str, Any]]:
+    """Return the definitions of the sample tasks, as lm-eval's `TaskManager.load` takes them."""
+    return [_task(name) for name in sample_task_names()]
+
+
 def score_sample_tasks(
     model: str, *, device: str = "cpu", batch_size: int = 8
 ) -> dict[str, dict[str, float]]:
@@ -37,7 +42,7 @@ def score_sample_tasks(
     lm = get_model("hf").create_from_arg_obj(
         {"pretrained": model}, {"device": device, "batch_size": batch_size}
     )
-    tasks = TaskManager(include_defaults=False).load([_task(name) for name in sample_task_names()])
+    tasks = TaskManager(include_defaults=False).load(load_sample_tasks())
     results = evaluate(lm, tasks, bootstrap_iters=0, log_samples=False)
     metrics = cast("dict[str, Any]", results)["results"]
     return {task: _scores(metrics[task]) for task in sample_task_names()}

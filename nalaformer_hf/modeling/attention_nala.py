@@ -23,6 +23,11 @@ from .linear_attention_nala import Rotary, chunked_attention, step_attention, wi
 from .linear_nala import NaLaLinear
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
+try:  # a pushed copy of this file runs without the package, and faster where it is installed
+    from nalaformer_hf.ops.dispatch import fused_forms
+except ImportError:
+    fused_forms = None
+
 
 class _Tokens(NamedTuple):
     """What mixer and cache need of a call's tokens, padding leftmost; `inputs`: the convolutions' ones."""
@@ -137,7 +142,8 @@ class NaLaAttention(nn.Module):
         state, window = (None, None) if layer is None else (layer.state, layer.window)
         tokens = self._project(hidden_states, rotary, padding, window, cu_seqlens)
         weights = self._weights(tokens, state, cu_seqlens) if output_attentions else None
-        o, new_state = self._mix(tokens, state, cu_seqlens)
+        in_place = layer is not None and state is not None and layer.may_overwrite(state)
+        o, new_state = self._mix(tokens, state, cu_seqlens, in_place)
         if layer is not None and new_state is not None:
             replay = self._replay_of(tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
@@ -250,19 +256,30 @@ class NaLaAttention(nn.Module):
         return replay
 
     def _mix(
-        self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None
+        self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The mixer's output (B, T, H, V) and the state after it, both in fp32."""
+        """The mixer's output (B, T, H, V) and the state after it, both in fp32.
+
+        `in_place`: whether the new state may overwrite the old one.
+        """
         with torch.autocast(tokens.q.device.type, enabled=False):
             if self.config.mixer == "linear":
-                return self._mix_linear(tokens, state, cu_seqlens)
+                return self._mix_linear(tokens, state, cu_seqlens, in_place)
             return self._mix_delta(tokens, state, cu_seqlens)
 
-    def _mix_linear(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
+    def _mix_linear(
+        self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None, in_place: bool
+    ) -> tuple[Tensor, Tensor | None]:
         q, k, v, rotary = tokens.q, tokens.k, tokens.v, tokens.rotary
+        fused = None if fused_forms is None else fused_forms(q, v, self.spec)
         if q.shape[1] == 1 and state is not None:
-            return step_attention(q, k, v, state, self.spec, rotary=rotary)
-        return chunked_attention(
+            if fused is None:
+                return step_attention(q, k, v, state, self.spec, rotary=rotary)
+            if not torch.is_grad_enabled():
+                o, state = fused.step(q, k, v, state, self.spec, rotary=rotary, in_place=in_place)
+                return upcast(o), state
+        attend = chunked_attention if fused is None else fused.attention
+        o, state = attend(
             q,
             k,
             v,
@@ -272,6 +289,7 @@ class NaLaAttention(nn.Module):
             initial_state=state,
             cu_seqlens=cu_seqlens,
         )
+        return upcast(o), state
 
     def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
         q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)

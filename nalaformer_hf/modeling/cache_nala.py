@@ -66,7 +66,7 @@ class NaLaCacheLayer(LinearAttentionLayer, CacheLayerMixin):
                 self.base = (self.state, self.window)
             self.records.append(_Record(num_tokens, replay))
         old_state, old_window = self.recurrent_states[0], self.conv_states[0]
-        if old_state is not None and self._may_overwrite(old_state, state):
+        if old_state is not None and self.may_overwrite(state):
             old_state.copy_(state)
             if old_window is not None and window is not None:
                 old_window.copy_(window)
@@ -75,9 +75,10 @@ class NaLaCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             self._assign(state, window, self.cumulative_length + num_tokens)
         self.has_previous_state[0] = True
 
-    def _may_overwrite(self, old: Tensor, state: Tensor) -> bool:
-        """Whether nobody else needs the old state: its fixed address then suits a CUDA graph."""
-        if self.record_past or torch.is_grad_enabled():
+    def may_overwrite(self, state: Tensor) -> bool:
+        """Whether a new state like `state` may stand where the old one is, as a CUDA graph needs it."""
+        old = self.recurrent_states[0]
+        if old is None or self.record_past or torch.is_grad_enabled():
             return False
         if is_torchdynamo_compiling():
             return True

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.image_utils import PILImageResampling
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from .hub_nala import Head, HubFamily
 
 # Up to this size images are resized to size / 0.875 before the crop, above it to the size itself.
 CROP_FRACTION, LARGEST_CROPPED = 0.875, 224
+BICUBIC = 3  # PIL.Image.Resampling.BICUBIC; Pillow may be missing here
 
 
 def preprocessor(config: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def preprocessor(config: Any) -> dict[str, Any]:
         "do_convert_rgb": is_rgb,
         "do_resize": True,
         "size": {"shortest_edge": shortest},
-        "resample": int(PILImageResampling.BICUBIC),
+        "resample": BICUBIC,
         "do_center_crop": True,
         "crop_size": {"height": size, "width": size},
         "do_rescale": True,

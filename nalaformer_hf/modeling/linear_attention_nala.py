@@ -137,45 +137,33 @@ def _normalise_grad(grad_o: Tensor, o: Tensor, inverse: Tensor) -> tuple[Tensor,
 def _scan(
     sums: Tensor,
     running: Tensor | None,
-    initial: Tensor,
-    final: Tensor,
+    entering: Tensor,
+    leaving: Tensor,
     segment: Segment,
     layout: ChunkLayout,
+    reverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """States before each chunk, from the chunks' sums; fills in `final` where a sequence ends."""
+    """Exclusive running sums over each sequence's chunks, from `entering`; its last sum goes to `leaving`.
+
+    Forward they are the states before each chunk; with `reverse`, from the last chunk to the first, the
+    adjoint of that: the gradients of the chunks' sums.
+    """
     states = torch.empty_like(sums)
-    for i, chunk in enumerate(segment.chunk_numbers):
+    begins, ends = layout.starts_sequence, layout.ends_sequence
+    chunks = list(enumerate(segment.chunk_numbers))
+    if reverse:
+        begins, ends = ends, begins
+        chunks.reverse()
+    for i, chunk in chunks:
         owner = layout.sequence_of_chunk[chunk], segment.rows
-        if layout.starts_sequence(chunk):
-            running = initial[owner]
-        assert running is not None  # the first chunk of a row starts a sequence
+        if begins(chunk):
+            running = entering[owner]
+        assert running is not None  # the first chunk of a row, in this order, begins a sequence
         states[:, i] = running
         running = running + sums[:, i]
-        if layout.ends_sequence(chunk):
-            final[owner] = running
+        if ends(chunk):
+            leaving[owner] = running
     return states, running
-
-
-def _scan_back(
-    sums: Tensor,
-    running: Tensor | None,
-    initial: Tensor,
-    final: Tensor,
-    segment: Segment,
-    layout: ChunkLayout,
-) -> tuple[Tensor, Tensor | None]:
-    """Adjoint of `_scan`: gradients of the chunks' sums from those of the states before the chunks."""
-    grads = torch.empty_like(sums)
-    for i, chunk in reversed(list(enumerate(segment.chunk_numbers))):
-        owner = layout.sequence_of_chunk[chunk], segment.rows
-        if layout.ends_sequence(chunk):
-            running = final[owner]
-        assert running is not None  # the last chunk of a row ends a sequence
-        grads[:, i] = running
-        running = running + sums[:, i]
-        if layout.starts_sequence(chunk):
-            initial[owner] = running
-    return grads, running
 
 
 def full_precision(method: Callable) -> Callable:
@@ -234,8 +222,14 @@ class _Causal(torch.autograd.Function):
             keys = _side(k, rotary, segment, plan, is_query=False, need_grad=True)
             states, _ = _scan(keys.sums(values, 1.0), entry, initial, unused_final, segment, plan.layout)
             grad_num, grad_den = _normalise_grad(*(_rows_of(x, segment) for x in (grad_o, o, inverse)))
-            grad_sums, running = _scan_back(
-                queries.sums(grad_num, grad_den), running, grad_initial, grad_final, segment, plan.layout
+            grad_sums, running = _scan(
+                queries.sums(grad_num, grad_den),
+                running,
+                grad_final,
+                grad_initial,
+                segment,
+                plan.layout,
+                reverse=True,
             )
             # through the states
             (S, z), (grad_S, grad_z) = _split(states), _split(grad_sums)

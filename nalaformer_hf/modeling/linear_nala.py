@@ -29,10 +29,15 @@ class NaLaLinear(nn.Linear):
         return super().forward(x)
 
 
+def is_traced() -> bool:
+    """Whether the caller is being compiled or exported: then plain operations serve better."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether both are plain fp32 tensors on a CPU, and nothing else has a say."""
     return (
-        not torch.compiler.is_compiling()
+        not is_traced()
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and type(weight) in (Tensor, nn.Parameter)
@@ -70,7 +75,7 @@ class _Product(torch.autograd.Function):
 
 
 def _outer(grad: Tensor, x: Tensor) -> Tensor:
-    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), some tokens at a time: oneDNN copies what it transposes."""
+    """Gᵀ X, (tokens, O) and (tokens, I) to (O, I), in pieces: oneDNN copies what it transposes."""
     pieces = zip(grad.split(ROWS), x.split(ROWS), strict=True)
     return functools.reduce(Tensor.add_, (_outer_piece(*piece) for piece in pieces))
 

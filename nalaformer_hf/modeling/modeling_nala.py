@@ -232,6 +232,13 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         self.lm_head = NaLaLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args, **kwargs) -> nn.Linear:
+        """The library's resized head, of the class that a reload makes."""
+        resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        head = NaLaLinear(resized.in_features, resized.out_features, bias=False, device="meta")
+        head.weight = resized.weight
+        return head
+
     @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache", raise_if_both_names=True)
     @deprecate_kwarg("cache_params", "6.0.0", new_name="cache", raise_if_both_names=True)
     @can_return_tuple

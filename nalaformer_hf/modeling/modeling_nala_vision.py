@@ -23,6 +23,7 @@ from .configuration_nala_vision import NaLaVisionConfig
 from .hub_nala import HubModel
 from .hub_vision_nala import VISION_FAMILY, write_preprocessor
 from .inputs_nala import check_keywords
+from .linear_nala import NaLaLinear
 from .vision_block_nala import (
     NaLaVisionBatchNorm,
     NaLaVisionBlock,
@@ -31,7 +32,7 @@ from .vision_block_nala import (
 )
 
 
-class NaLaVisionHead(nn.Linear):
+class NaLaVisionHead(NaLaLinear):
     """The classifier's last linear: a 1×1 convolution in the published code, and initialised like one."""
 
 
@@ -219,7 +220,7 @@ class NaLaForImageClassification(NaLaVisionPreTrainedModel):
         self.model = NaLaVisionModel(config)
         width = config.hidden_sizes[-1]
         if config.projection_dim is not None:
-            self.proj = nn.Linear(width, config.projection_dim)
+            self.proj = NaLaLinear(width, config.projection_dim)
             self.norm = NaLaVisionBatchNorm(config.projection_dim)
             width = config.projection_dim
         self.head = NaLaVisionHead(width, config.num_labels)

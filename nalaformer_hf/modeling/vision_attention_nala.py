@@ -11,6 +11,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_nala_vision import NaLaVisionConfig
 from .feature_maps_nala import upcast
+from .linear_nala import NaLaLinear
 from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_linear_nala import vision_linear_attention
 from .vision_rotary_nala import AxialTables, rotate
@@ -37,10 +38,10 @@ class NaLaVisionAttention(nn.Module):
         self.mixer = config.mixers[stage]
         self.spec = config.feature_spec(stage)
         self.has_gate = config.use_output_gate
-        self.qkvg = nn.Linear(width, (4 if self.has_gate else 3) * width)
+        self.qkvg = NaLaLinear(width, (4 if self.has_gate else 3) * width)
         self.lepe = NaLaDepthwiseConv(width, 5, residual=False) if config.use_lepe else None
         self.ln = nn.LayerNorm(width, eps=OUTPUT_NORM_EPS)
-        self.out_proj = nn.Linear(width, width)
+        self.out_proj = NaLaLinear(width, width)
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same, with the tables of `NaLaVisionRotary`."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_nala_vision import NaLaVisionConfig
+from .linear_nala import NaLaLinear
 from .vision_attention_nala import NaLaVisionAttention
 from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_rotary_nala import AxialTables, NaLaVisionRotary
@@ -67,9 +68,9 @@ class NaLaVisionFeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int):
         super().__init__()
-        self.fc1 = nn.Linear(width, inner)
+        self.fc1 = NaLaLinear(width, inner)
         self.dwconv = NaLaDepthwiseConv(inner, 3, residual=True)
-        self.fc2 = nn.Linear(inner, width)
+        self.fc2 = NaLaLinear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, Y, X, C) to the same."""

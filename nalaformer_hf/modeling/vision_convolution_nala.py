@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .vision_rotary_nala import is_traced
+from .linear_nala import is_traced
 
 
 class NaLaDepthwiseConv(nn.Conv2d):

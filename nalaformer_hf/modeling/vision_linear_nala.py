@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from .feature_maps_nala import FeatureSpec, apply_rotary, map_features, upcast
 from .linear_attention_nala import SEGMENT_SIZE, chunked_attention, full_precision
-from .vision_rotary_nala import AxialTables, as_pairs, is_traced
+from .linear_nala import is_traced
+from .vision_rotary_nala import AxialTables, as_pairs
 
 EPS = 1e-6  # published code
 
@@ -33,7 +34,7 @@ def vision_linear_attention(
     if is_traced():
         return plain_attention(q, k, v, spec, tables)
     if spec.form != "polarity":
-        rotary = None if tables is None else (tables.cos, tables.sin)
+        rotary = None if tables is None else tables.cos_sin
         o, _ = chunked_attention(q, k, v, spec, rotary=rotary, rotary_layout="axial", causal=False, eps=EPS)
         return o
     return _Polarity.apply(q, k, v, None if tables is None else tables.turns, spec)
@@ -44,8 +45,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, spec: FeatureSpec, tables: 
     fq, fk = map_features(q, spec, True), map_features(k, spec, False)
     den = (fq * fk.mean(dim=1, keepdim=True)).sum(-1, keepdim=True) + EPS
     if tables is not None:
-        copies = fq.shape[-1] // tables.cos.shape[-1]
-        cos, sin = (x.repeat(1, copies).unsqueeze(1) for x in (tables.cos, tables.sin))
+        copies = fq.shape[-1] // q.shape[-1]
+        cos, sin = (x.repeat(1, copies).unsqueeze(1) for x in tables.cos_sin)
         fq, fk = (apply_rotary(phi, cos, sin, "axial") for phi in (fq, fk))
     fq, fk, v = (x.transpose(1, 2) for x in (fq, fk, upcast(v)))
     state = fk.mT @ (v / q.shape[1])

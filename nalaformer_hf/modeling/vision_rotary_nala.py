@@ -11,30 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from .feature_maps_nala import apply_rotary, upcast
-
-
-def is_traced() -> bool:
-    """Whether the caller is being compiled or exported: then plain operations serve better."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+from .linear_nala import is_traced
 
 
 class AxialTables(NamedTuple):
-    """Tables (N, D), each angle twice, and the turns cos + i sin (N, D / 2) of the interleaved pairs."""
+    """(N, D / 2, 2): cos and sin of each interleaved pair's angle."""
 
-    cos: Tensor
-    sin: Tensor
-    turns: Tensor | None  # None while traced: compilers and ONNX have no complex numbers
+    pairs: Tensor
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> AxialTables:
-        """From tables (N, D)."""
-        return cls(cos, sin, None if is_traced() else torch.complex(cos[:, ::2], sin[:, ::2]))
+        """From tables (N, D) that hold each angle twice."""
+        return cls(torch.stack((cos[:, ::2], sin[:, ::2]), dim=-1))
+
+    @property
+    def turns(self) -> Tensor:
+        """cos + i sin, (N, D / 2)."""
+        return torch.view_as_complex(self.pairs)
+
+    @property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Tables (N, D), each angle twice."""
+        cos, sin = (x.repeat_interleave(2, dim=-1) for x in self.pairs.unbind(-1))
+        return cos, sin
 
 
 def rotate(x: Tensor, tables: AxialTables) -> Tensor:
     """(..., N, D) with its pairs (2i, 2i + 1) turned."""
-    if tables.turns is None:
-        return apply_rotary(x, tables.cos, tables.sin, "axial")
+    if is_traced():  # compilers and ONNX have no complex numbers
+        return apply_rotary(x, *tables.cos_sin, layout="axial")
     return torch.view_as_real(as_pairs(x) * tables.turns).flatten(-2)
 
 
@@ -67,10 +72,9 @@ class NaLaVisionRotary(nn.Module):
         return self._kept[1]
 
     def _tables(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> AxialTables:
-        angles = torch.tensor(self.angles, device=device, dtype=dtype).repeat_interleave(2)
-        rows, columns = (
-            torch.arange(n, device=device, dtype=dtype)[:, None] * angles for n in (height, width)
-        )
-        shape = (height, width, -1)
-        turns = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-1).flatten(0, 1)
-        return AxialTables.of(turns.cos(), turns.sin())
+        angles = torch.tensor(self.angles, device=device, dtype=dtype)
+        turns = [torch.arange(n, device=device, dtype=dtype)[:, None] * angles for n in (height, width)]
+        rows, columns = (torch.stack((x.cos(), x.sin()), dim=-1) for x in turns)
+        shape = (height, width, *rows.shape[1:])
+        pairs = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-2)
+        return AxialTables(pairs.flatten(0, 1))

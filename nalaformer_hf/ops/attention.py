@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,32 +19,16 @@ from ..modeling.feature_maps_nala import FeatureSpec
 from ..modeling.linear_attention_nala import chunked_attention
 from ._checks import (
     check_attention,
-    check_choice,
     check_cu_seqlens,
     check_flag,
     check_rotary,
     check_state,
 )
+from .dispatch import resolve_backend
 from .reference import quadratic_attention, recurrent_attention
-
-BACKENDS = ("reference", "recurrent", "torch", "triton", "auto")
 
 Rotary = tuple[Tensor, Tensor]
 State = tuple[Tensor, Tensor]
-
-
-def resolve_backend(backend: str = "auto") -> str:
-    """The backend that `nala_attention` runs for this name: the name itself, or what "auto" picks.
-
-    Raises:
-        ValueError: An unknown name, or a backend that this version does not have.
-    """
-    check_choice("backend", backend, BACKENDS)
-    if backend == "triton":
-        raise ValueError(
-            "backend: 'triton' is not in this version; wanted 'torch', 'reference', 'recurrent' or 'auto'"
-        )
-    return "torch" if backend == "auto" else backend
 
 
 def nala_attention(
@@ -100,8 +85,8 @@ def nala_attention(
         output_final_state: Whether to return the state after the last token. Causal only.
         cu_seqlens: Bounds (R + 1,), int32 or int64, of R sequences packed into one row (B = 1); some may be
             empty.
-        backend: "reference" (all T² weights), "recurrent" (token by token), "torch" (chunks, linear in T), or
-            "auto", see `resolve_backend`.
+        backend: "reference" (all T² weights), "recurrent" (token by token), "torch" (chunks, linear in T),
+            "triton" (the same in fused kernels, on a GPU), or "auto", see `resolve_backend`.
 
     Returns:
         o (B, T, H, V) in v's dtype, and the final state or None.
@@ -117,13 +102,15 @@ def nala_attention(
     num_sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     check_state(initial_state, q, v, spec, num_sequences)
     check_flag("output_final_state", output_final_state)
-    backend = resolve_backend(backend)
+    backend = resolve_backend(
+        backend, device=q.device, dtype=v.dtype, form=form, head_dim=q.shape[3], value_head_dim=v.shape[3]
+    )
     _check_direction(causal, initial_state, output_final_state, backend)
 
     with torch.autocast(q.device.type, enabled=False):
-        state = _enter(initial_state, q, v, spec, num_sequences)
-        if backend == "torch":
-            o, state = chunked_attention(
+        state = None if initial_state is None else _enter(initial_state, spec)
+        if backend in ("torch", "triton"):
+            o, state = _fast_form(backend)(
                 q,
                 k,
                 v,
@@ -139,6 +126,7 @@ def nala_attention(
             quadratic = partial(quadratic_attention, causal=causal, eps=eps)
             attend = quadratic if backend == "reference" else recurrent_attention
             attend = partial(attend, spec=spec, layout=rotary_layout)
+            state = _no_state(q, v, spec, num_sequences) if state is None else state
             o, state = _each_sequence(attend, q, k, v, rotary, state, cu_seqlens)
         if state is None or not output_final_state:
             return o.to(v.dtype), None
@@ -163,6 +151,14 @@ def _check_direction(
         raise ValueError("backend: wanted 'torch', 'reference' or 'auto' with causal=False, got 'recurrent'")
 
 
+def _fast_form(backend: str) -> Callable[..., Any]:
+    if backend == "torch":
+        return chunked_attention
+    from .triton.attention import fused_attention
+
+    return fused_attention
+
+
 def _each_sequence(
     attend: Callable[..., tuple[Tensor, Tensor]],
     q: Tensor,
@@ -185,12 +181,14 @@ def _each_sequence(
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def _enter(state: State | None, q: Tensor, v: Tensor, spec: FeatureSpec, num_sequences: int) -> Tensor:
+def _enter(state: State, spec: FeatureSpec) -> Tensor:
     """[S | z] (R, H, F, V + 1), turned by π/4 as `quadratic_attention` and the fast forms keep it."""
-    if state is None:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        return v.new_zeros(num_sequences, q.shape[2], spec.width(q.shape[3]), v.shape[3] + 1, dtype=dtype)
     return _turn(torch.cat((state[0], state[1].unsqueeze(-1)), dim=-1), spec, 1)
+
+
+def _no_state(q: Tensor, v: Tensor, spec: FeatureSpec, num_sequences: int) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return v.new_zeros(num_sequences, q.shape[2], spec.width(q.shape[3]), v.shape[3] + 1, dtype=dtype)
 
 
 def _leave(state: Tensor, spec: FeatureSpec) -> State:

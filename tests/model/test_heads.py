@@ -195,8 +195,8 @@ def test_attentions_are_the_weights_that_the_mixer_applies(name, is_causal, padd
 def _recording(mix, values, outputs, i):
     """The mixer, keeping what it was given as v and what it gave."""
 
-    def mix_and_keep(tokens, state, cu_seqlens):
-        output = mix(tokens, state, cu_seqlens)
+    def mix_and_keep(tokens, *past):
+        output = mix(tokens, *past)
         values[i], outputs[i] = tokens.v.float(), output[0]
         return output
 

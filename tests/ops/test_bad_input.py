@@ -60,7 +60,7 @@ BAD = {
     "mask for causal": ({"causal": torch.ones(T, T)}, TypeError, ["causal:", "True or False", "Tensor"]),
     "output_final_state": ({"output_final_state": 1}, TypeError, ["output_final_state:", "int"]),
     "unknown backend": ({"backend": "cuda"}, ValueError, ["backend:", "'torch'", "'cuda'"]),
-    "no triton yet": ({"backend": "triton"}, ValueError, ["backend:", "triton", "not in this version"]),
+    "kernels on a CPU": ({"backend": "triton"}, ValueError, ["backend:", "'triton'", "on a GPU", "cpu"]),
     "rotary cos only": ({"rotary": COS}, TypeError, ["rotary:", "(cos, sin)", "Tensor"]),
     "rotary of three": ({"rotary": (COS, SIN, COS)}, TypeError, ["rotary:", "(cos, sin)", "tuple"]),
     "rotary in bf16": ({"rotary": (COS.bfloat16(), SIN)}, TypeError, ["rotary[0]", "float32", "bfloat16"]),

@@ -44,7 +44,7 @@ def test_equals_the_reference_form(spec, rotated, segment, monkeypatch):
         power=spec.power,
         tau=spec.tau,
         norm_scale=spec.norm_scale,
-        rotary=(tables.cos, tables.sin) if rotated else None,
+        rotary=tables.cos_sin if rotated else None,
         rotary_layout="axial",
         causal=False,
         eps=EPS,
@@ -120,7 +120,7 @@ def test_published_module(name, dtype):
     )
     x = case["x"].to(dtype).permute(0, 2, 3, 1).clone().requires_grad_()
     made = NaLaVisionRotary(int(width) // int(heads[1:]))(x.shape[1], x.shape[2], case["x"])
-    for table, stored in ((made.cos, case["cos"]), (made.sin, case["sin"])):
+    for table, stored in zip(made.cos_sin, (case["cos"], case["sin"]), strict=True):
         torch.testing.assert_close(table, stored, rtol=0, atol=1e-6)
     y = module(x, AxialTables.of(case["cos"].to(dtype), case["sin"].to(dtype))).permute(0, 3, 1, 2)
     assert error(y, case["y.f64"]) <= GATES[dtype][0]
@@ -178,8 +178,8 @@ def test_published_tables(size, dim):
     angles = torch.tensor(rotary.angles).repeat_interleave(2)
     torch.testing.assert_close(angles, case["angle"], rtol=1e-6, atol=0)
     tables = rotary(*size, torch.zeros(1))
-    torch.testing.assert_close(tables.cos, case["cos"], rtol=0, atol=1e-6)
-    torch.testing.assert_close(tables.sin, case["sin"], rtol=0, atol=1e-6)
+    for table, stored in zip(tables.cos_sin, (case["cos"], case["sin"]), strict=True):
+        torch.testing.assert_close(table, stored, rtol=0, atol=1e-6)
 
 
 def test_tables_survive_casts_and_inference_mode():
@@ -187,12 +187,12 @@ def test_tables_survive_casts_and_inference_mode():
     with torch.inference_mode():
         rotary(3, 4, torch.zeros(1))
     for cast in (rotary.half(), rotary.bfloat16()):
-        assert cast(3, 4, torch.zeros(1, dtype=torch.bfloat16)).cos.dtype == torch.float32
+        assert cast(3, 4, torch.zeros(1, dtype=torch.bfloat16)).pairs.dtype == torch.float32
     x = torch.randn(2, 12, 8, requires_grad=True)
     rotate(x, rotary(3, 4, x)).sum().backward()
     assert x.grad.isfinite().all()
-    assert rotary(4, 3, x).cos.shape == (12, 8)
-    assert not torch.equal(rotary(4, 3, x).cos, rotary(3, 4, x).cos)
+    assert rotary(4, 3, x).pairs.shape == (12, 4, 2)
+    assert not torch.equal(rotary(4, 3, x).pairs, rotary(3, 4, x).pairs)
 
 
 @pytest.mark.parametrize(("kernel", "residual"), list(product((3, 5), (True, False))))

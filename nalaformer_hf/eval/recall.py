@@ -1,0 +1,226 @@
+"""`nalaformer eval recall`: small models of one size learn to recall, and are asked beyond their length."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Trainer, TrainingArguments
+
+from nalaformer_hf import NaLaConfig
+from nalaformer_hf.eval.recall_tasks import IGNORED, RECALL_TASKS
+from nalaformer_hf.training.errors import ConfigError
+from nalaformer_hf.training.models import count_parameters, match_size
+from nalaformer_hf.training.settings import check_known
+
+# None is softmax attention: a Llama, with its feed-forward width chosen for the size of the first NaLa model.
+MODELS: dict[str, dict[str, Any] | None] = {
+    "linear": {"mixer": "linear"},
+    "gated_delta": {"mixer": "gated_delta"},
+    "1 + ELU": {"mixer": "linear", "feature_form": "elu"},
+    "softmax": None,
+}
+RESULTS_FILE = "results.jsonl"
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TEST_SEED = 10_000
+
+
+@dataclass(frozen=True)
+class RecallSettings:
+    """How the models are trained and asked.
+
+    Args:
+        num_steps: Optimizer steps.
+        batch_size: Sequences a step, all of one length between the task's least and `length`.
+        length: Longest sequence of the training.
+        factors: Lengths to ask at, as multiples of it.
+        vocab_size: Number of tokens.
+        learning_rate: Peak, after a warm-up of a tenth of the steps; then a cosine to a tenth of it.
+        num_asked: Sequences to ask at each length.
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    num_steps: int = 600
+    batch_size: int = 64
+    length: int = 48
+    factors: tuple[int, ...] = (1, 2, 4)
+    vocab_size: int = 32
+    learning_rate: float = 5e-3
+    num_asked: int = 256
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if min(value if isinstance(value, tuple) else (value,)) <= 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+
+
+class _Sequences(IterableDataset):
+    """Training sequences without end, each batch of one random length."""
+
+    def __init__(self, task: str, settings: RecallSettings, seed: int) -> None:
+        self.task, self.settings, self.seed = RECALL_TASKS[task], settings, seed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        shortest, longest = self.task.min_length, self.settings.length
+        while True:
+            length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+            batch = self.task.make(self.settings.batch_size, length, self.settings.vocab_size, generator)
+            yield from ({"input_ids": ids, "labels": labels} for ids, labels in zip(*batch, strict=True))
+
+
+def run_recall(
+    output_dir: Path,
+    *,
+    tasks: Sequence[str] = tuple(RECALL_TASKS),
+    models: Sequence[str] = tuple(MODELS),
+    seeds: Sequence[int] = (0, 1, 2),
+    settings: RecallSettings | None = None,
+) -> list[dict[str, Any]]:
+    """Train and ask each model on each task and seed; what stands in the folder is not done again.
+
+    Args:
+        output_dir: Folder of `results.jsonl`, a line a run.
+        tasks: Of `RECALL_TASKS`.
+        models: Of `MODELS`.
+        seeds: Of the weights and the training sequences; all are asked the same.
+        settings: Sizes; None takes the defaults.
+
+    Returns:
+        All runs of the folder.
+
+    Raises:
+        ConfigError: There is no such task or model, or the folder has runs with other settings.
+    """
+    settings = settings or RecallSettings()
+    check_known("task ", tasks, RECALL_TASKS)
+    check_known("model ", models, MODELS)
+    path = output_dir / RESULTS_FILE
+    done = read_runs(path)
+    wanted = json.loads(json.dumps(asdict(settings)))
+    if any(run["settings"] != wanted for run in done):
+        raise ConfigError(f"{path} has runs with other settings than {wanted}")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    keys = {(run["task"], run["model"], run["seed"]) for run in done}
+    for seed in seeds:
+        for task in tasks:
+            for model in models:
+                if (task, model, seed) not in keys:
+                    done.append(_run(task, model, seed, settings, output_dir) | {"settings": wanted})
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(done[-1]) + "\n")
+    return done
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Read the finished runs of a results file; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def model_config(model: str, settings: RecallSettings) -> PreTrainedConfig:
+    """Return the configuration of a model of the comparison, of the size of the first one."""
+    sizes: dict[str, Any] = SHAPE | {
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": settings.length,
+    }
+    fields = MODELS[model]
+    if fields is None:
+        first = NaLaConfig(**sizes, **next(f for f in MODELS.values() if f is not None))
+        return match_size(LlamaConfig(**sizes), count_parameters(first))
+    return NaLaConfig(**sizes, **fields)
+
+
+def _run(task: str, name: str, seed: int, settings: RecallSettings, output_dir: Path) -> dict[str, Any]:
+    """One training and its answers."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(model_config(name, settings))
+    _train(model, _Sequences(task, settings, seed), settings, seed, output_dir)
+    accuracy = {
+        str(factor * settings.length): _accuracy(model, task, factor * settings.length, settings)
+        for factor in settings.factors
+    }
+    return {
+        "task": task,
+        "model": name,
+        "seed": seed,
+        "num_parameters": model.num_parameters(),
+        "accuracy": accuracy,
+    }
+
+
+def _train(model: Any, data: _Sequences, settings: RecallSettings, seed: int, output_dir: Path) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(output_dir),
+        max_steps=settings.num_steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=0.1,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        seed=seed,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    Trainer(model=model, args=arguments, train_dataset=data).train()
+
+
+@torch.no_grad()
+def _accuracy(model: Any, task: str, length: int, settings: RecallSettings) -> float:
+    """Share of the labelled tokens that are the likeliest ones."""
+    model.eval()
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    ids, labels = RECALL_TASKS[task].make(settings.num_asked, length, settings.vocab_size, generator)
+    right = total = 0
+    for i in range(0, len(ids), settings.batch_size):
+        rows = slice(i, i + settings.batch_size)
+        logits = model(input_ids=ids[rows].to(model.device), use_cache=False).logits
+        predicted = logits[:, :-1].argmax(-1).cpu()
+        asked = labels[rows, 1:] != IGNORED
+        right += int((predicted == labels[rows, 1:])[asked].sum())
+        total += int(asked.sum())
+    return right / total
+
+
+def to_markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """Write a table in markdown: accuracy in %, mean and standard deviation over the seeds, by length.
+
+    Args:
+        runs: What `run_recall` returned.
+    """
+    lines = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        of_task = [run for run in runs if run["task"] == task]
+        lengths = list(of_task[0]["accuracy"])
+        lines += [f"| {task}, tokens | parameters | seeds | {' | '.join(lengths)} |"]
+        lines += ["|---" * (len(lengths) + 3) + "|"]
+        for model in dict.fromkeys(run["model"] for run in of_task):
+            of_model = [run for run in of_task if run["model"] == model]
+            cells = [_spread([100 * run["accuracy"][length] for run in of_model]) for length in lengths]
+            size = of_model[0]["num_parameters"]
+            lines += [f"| {model} | {size:,} | {len(of_model)} | {' | '.join(cells)} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation, which one value does not have."""
+    mean = f"{statistics.mean(values):.1f}"
+    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean

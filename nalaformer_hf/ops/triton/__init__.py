@@ -1,0 +1,1 @@
+"""NaLa attention in fused Triton kernels."""

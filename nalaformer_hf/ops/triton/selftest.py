@@ -1,0 +1,176 @@
+"""The kernels against the float64 reference, on this machine: a Triton and a GPU may not fit each other.
+
+What is allowed here tells a miscompiled kernel from a rounding; how exact the kernels are is for the tests.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from ...modeling.feature_maps_nala import FeatureSpec
+from ...modeling.linear_attention_nala import step_attention
+from ..attention import nala_attention
+from .decode import fused_step
+
+# Largest error, in parts of the largest value.
+ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+class Case(NamedTuple):
+    """A call to check."""
+
+    form: str
+    rotary: str | None
+    causal: bool
+    dtype: torch.dtype
+    D: int
+    V: int
+
+    def __str__(self) -> str:
+        direction = "causal" if self.causal else "bidirectional"
+        rotary = f"{self.rotary} rotary" if self.rotary else "no rotary"
+        return f"{self.form}, {rotary}, {direction}, {str(self.dtype)[6:]}, D={self.D}, V={self.V}"
+
+
+class Check(NamedTuple):
+    """One result of a call beside the reference's; `error` is infinite where the call raised."""
+
+    case: Case
+    name: str
+    error: float
+    milliseconds: float
+    message: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is allowed."""
+        return self.error <= ALLOWED[self.case.dtype]
+
+
+QUICK = (Case("cosine", "phase", True, torch.bfloat16, 64, 64),)
+FULL = (
+    *QUICK,
+    Case("cosine", None, True, torch.bfloat16, 128, 128),
+    Case("polarity", None, True, torch.float16, 64, 40),
+    Case("cosine", None, True, torch.float32, 24, 16),
+    Case("polarity", "axial", False, torch.float32, 32, 32),
+)
+# In the interpreter, where each number costs.
+TOY = (
+    Case("cosine", "phase", True, torch.bfloat16, 16, 8),
+    Case("polarity", "axial", False, torch.float32, 16, 8),
+)
+
+
+def run_selftest(device: torch.device, cases: tuple[Case, ...]) -> list[Check]:
+    """Every kernel of these cases: outputs, final state, every gradient and a decoded token."""
+    checks = []
+    for case in cases:
+        try:
+            checks += _check(case, device)
+        except (TritonError, RuntimeError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            checks.append(
+                Check(case, "compilation or launch", math.inf, 0.0, f"{type(error).__name__}: {first_line}")
+            )
+    return checks
+
+
+def _check(case: Case, device: torch.device) -> Iterator[Check]:
+    T = 300 if device.type == "cuda" else 40
+    inputs = _inputs(case, T)
+    exact, _ = _attend(case, [x.double() for x in inputs], T, "reference")
+    on_device = [x.to(device) for x in inputs]
+    if device.type == "cuda":
+        _attend(case, on_device, T, "triton")  # compiles
+    results, milliseconds = _attend(case, on_device, T, "triton")
+    for name, result in results.items():
+        is_gradient = name.startswith("d")
+        yield Check(case, name, _error(result, exact[name]), milliseconds[is_gradient])
+    if case.causal:
+        yield _check_step(case, inputs, device)
+
+
+def _inputs(case: Case, T: int) -> list[Tensor]:
+    """q, k, v of two rows and two heads, and the gradient of o, rounded to the dtype."""
+    gen = torch.Generator().manual_seed(0)
+    widths = (case.D, case.D, case.V, case.V)
+    return [torch.randn(2, T, 2, width, generator=gen).to(case.dtype) for width in widths]
+
+
+def _tables(case: Case, T: int) -> tuple[Tensor, Tensor] | None:
+    if case.rotary is None:
+        return None
+    angles = torch.arange(T)[:, None] * 10000 ** -torch.linspace(0, 1, case.D)
+    return angles.cos(), angles.sin()
+
+
+def _attend(
+    case: Case, inputs: list[Tensor], T: int, backend: str
+) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    """Everything that a call gives, and the milliseconds of its forward and its backward."""
+    *qkv, grad = inputs
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    tables = _tables(case, T)
+    rotary = None if tables is None else (tables[0].to(q.device), tables[1].to(q.device))
+    start = _now(q.device)
+    o, state = nala_attention(
+        q,
+        k,
+        v,
+        form=case.form,
+        rotary=rotary,
+        rotary_layout=case.rotary or "phase",
+        causal=case.causal,
+        output_final_state=case.causal,
+        backend=backend,
+    )
+    middle = _now(q.device)
+    gradients = torch.autograd.grad(o, (q, k, v), grad)
+    times = 1e3 * (middle - start), 1e3 * (_now(q.device) - middle)
+    results = {"o": o, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    if state is not None:
+        results |= {"S": state[0], "z": state[1]}
+    return results, times
+
+
+def _check_step(case: Case, inputs: list[Tensor], device: torch.device) -> Check:
+    """One token after a state."""
+    q, k, v = (x[:, :1] for x in inputs[:3])
+    gen = torch.Generator().manual_seed(1)
+    state = torch.rand(2, 2, 2 * case.D, case.V + 1, generator=gen)
+    spec, layout = FeatureSpec(case.form), case.rotary or "phase"
+    tables = _tables(case, 8)
+    rotary = None if tables is None else (tables[0][7:], tables[1][7:])
+    exact = step_attention(
+        q.double(), k.double(), v.double(), state.double(), spec, rotary=rotary, rotary_layout=layout
+    )
+    rotary = None if rotary is None else (rotary[0].to(device), rotary[1].to(device))
+    on_device = [x.to(device) for x in (q, k, v, state)]
+    milliseconds = 0.0
+    for _ in range(2):  # the first call compiles
+        start = _now(device)
+        result = fused_step(*on_device, spec, rotary=rotary, rotary_layout=layout)
+        milliseconds = 1e3 * (_now(device) - start)
+    error = max(_error(x, y) for x, y in zip(result, exact, strict=True))
+    return Check(case, "decode", error, milliseconds)
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    """Largest error in parts of the largest value; infinite where a value is not finite."""
+    result, exact = result.detach().cpu().double(), exact.detach().double()
+    error = float((result - exact).abs().max() / exact.abs().max())
+    return error if math.isfinite(error) else math.inf
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

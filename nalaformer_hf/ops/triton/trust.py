@@ -1,0 +1,75 @@
+"""Whether "auto" may use the kernels on a GPU: the result of the self-test, kept per device and versions.
+
+The first use on a GPU runs a short self-test; `nalaformer doctor` runs the long one and renews the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from ... import __version__
+from .selftest import QUICK, Check, run_selftest
+
+untraced: Any = torch.compiler.disable  # reading a file is nothing to compile
+
+
+@untraced
+def why_not_trusted(device: torch.device) -> str | None:
+    """Why "auto" leaves the kernels out on this GPU, in words; None if they passed their self-test."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _why_not_trusted(index)
+
+
+@cache
+def _why_not_trusted(index: int) -> str | None:
+    device = torch.device("cuda", index)
+    path = record_path(device)
+    if path.exists():
+        failures = json.loads(path.read_text())["failures"]
+    else:
+        failures = record(device, run_selftest(device, QUICK))
+    if not failures:
+        return None
+    return f"the kernels' self-test failed on this machine ({failures[0]}); `nalaformer doctor` says more"
+
+
+def record(device: torch.device, checks: list[Check]) -> list[str]:
+    """Keeps the result of a self-test for the next process; returns the failures in words."""
+    failures = [f"{check.case}: {check.name}" for check in checks if not check.passed]
+    path = record_path(device)
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({**_facts(device), "failures": failures}, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        warnings.warn(f"the kernels' self-test will run again in the next process: {error}", stacklevel=2)
+    return failures
+
+
+def record_path(device: torch.device) -> Path:
+    """The file of this device and these versions."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()
+    return Path(home) / "nalaformer_hf" / f"selftest-{digest[:16]}.json"
+
+
+def _facts(device: torch.device) -> dict[str, str]:
+    """What a result holds for."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": f"{properties.name}, {properties.major}.{properties.minor}",
+        "driver": str(torch.version.cuda or torch.version.hip),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nalaformer_hf": __version__,
+    }

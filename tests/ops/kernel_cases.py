@@ -1,0 +1,127 @@
+"""What runs in the interpreting process: a kernel's case against the float64 reference."""
+
+import torch
+from op_cases import Case, make_case, qkv
+from tolerances import TOLERANCES, assert_close_kernel, assert_close_rows
+
+from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
+from nalaformer_hf.modeling.linear_attention_nala import chunked_attention
+from nalaformer_hf.ops import nala_attention
+from nalaformer_hf.ops.triton.attention import fused_attention
+from nalaformer_hf.ops.triton.decode import fused_step
+
+GUARD = 1024
+
+
+def guarded(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with NaN in memory on both sides."""
+    memory = torch.full((x.numel() + 2 * GUARD,), torch.nan, dtype=x.dtype)
+    inside = memory[GUARD:-GUARD].view(x.shape)
+    inside.copy_(x.detach())
+    return inside.requires_grad_(x.requires_grad)
+
+
+def guard(case: Case) -> Case:
+    """A case whose inputs all stand between NaN."""
+    options = dict(case.options)
+    for name in ("rotary", "initial_state"):
+        if options.get(name) is not None:
+            options[name] = tuple(guarded(x) for x in options[name])
+    return Case(guarded(case.q), guarded(case.k), guarded(case.v), options)
+
+
+def check_kernels(form: str, T: int, has_state: bool = True, **options) -> None:
+    """Outputs, states and every gradient of backend "triton" are those of the reference."""
+    case = make_case(form, T, **options)
+    if not has_state:
+        case.options |= {"initial_state": None, "output_final_state": False}
+    case.options["eps"] = 0.1  # else a bidirectional row of one token has no gradient but rounding
+    expected = case.double().run("reference")
+    actual = guard(case).run("triton")
+    for is_gradient, (wanted, came) in enumerate(zip(expected, actual, strict=True)):
+        assert wanted.keys() == came.keys()
+        for name in wanted:
+            assert_close_kernel(came[name], wanted[name], form, case.q.dtype, name, bool(is_gradient))
+
+
+def check_step(form: str, rotary: str | None, dtype: torch.dtype, D: int, V: int, in_place: bool) -> None:
+    """A prefill in kernels, then tokens one by one in the decode kernel, are one pass of the torch form."""
+    case = make_case(form, 5, D=D, V=V, dtype=dtype, rotary=rotary)
+    q, k, v = (x.detach() for x in (case.q, case.k, case.v))
+    spec = FeatureSpec(form)
+    options = {"rotary_layout": rotary or "phase"}
+    tables = case.options["rotary"]
+
+    def cut(start: int, stop: int):
+        rotary = None if tables is None else tuple(guarded(x[start:stop]) for x in tables)
+        return *(guarded(x[:, start:stop]) for x in (q, k, v)), rotary
+
+    wanted, wanted_state = chunked_attention(q, k, v, spec, rotary=tables, **options)
+    *qkv, rotary = cut(0, 3)
+    _, state = fused_attention(*qkv, spec, rotary=rotary, **options)
+    outputs = []
+    for t in (3, 4):
+        *qkv, rotary = cut(t, t + 1)
+        state = guarded(state)
+        before = state.clone()
+        o, new_state = fused_step(*qkv, state, spec, rotary=rotary, in_place=in_place, **options)
+        assert (new_state is state) == in_place
+        assert in_place or torch.equal(state, before)
+        outputs.append(o)
+        state = new_state
+    assert o.dtype == dtype
+    assert_close_kernel(torch.cat(outputs, 1), wanted[:, 3:], form, dtype, "o", False)
+    assert_close_kernel(state, wanted_state, form, dtype, "state", False)
+
+
+def check_zero_rows(form: str) -> None:
+    """Zero queries and keys: finite, and what the reference gives; all zero: zero."""
+    case = make_case(form, 70, D=16, V=8, H=1, dtype=torch.float32)
+    case.options |= {"initial_state": None, "output_final_state": False}
+    with torch.no_grad():
+        case.q[:, ::3] = 0
+        case.k[:, ::5] = 0
+    expected, actual = case.double().run("reference"), case.run("triton")
+    output, gradient = TOLERANCES[form, torch.float32]
+    assert_close_rows(actual[0]["o"], expected[0]["o"], output, "o")
+    for name, wanted in expected[
+        1
+    ].items():  # the gradient of a row with few keys cancels, as in the torch form
+        assert_close_rows(actual[1][name], wanted, gradient, name, row_floor=1.0)
+    assert (actual[1]["q"][:, ::3] == 0).all()
+    with torch.no_grad():
+        case.q.zero_()
+        case.k.zero_()
+    for results in case.run("triton"):
+        for x in results.values():
+            assert (x == 0).all()
+
+
+def check_extremes(form: str) -> None:
+    """Norms that underflow, and fp16 keys whose cubes overflow fp16: everything stays finite."""
+    for dtype, scale_q, scale_k in (
+        (torch.float32, 1e-30, 1.0),
+        (torch.float32, 1.0, 1e-12),
+        (torch.float32, 1e-44, 1e-44),
+        (torch.float16, 100.0, 100.0),
+    ):
+        q, k, v = (x.detach() for x in qkv(1, 40, 1, 16, 8, dtype=torch.float32))
+        leaves = [x.to(dtype).requires_grad_() for x in (q * scale_q, k * scale_k, v)]
+        o, _ = nala_attention(*leaves, form=form, backend="triton")
+        for x in (o, *torch.autograd.grad(o.float().square().sum(), leaves)):
+            assert x.isfinite().all(), (dtype, scale_q, scale_k)
+
+
+def check_saved_memory() -> None:
+    """Between forward and backward: q, k, v, o and one number a token and head, each once."""
+    storages = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    B, T, H, D, V = 2, 130, 2, 24, 40
+    q, k, v = qkv(B, T, H, D, V, dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        nala_attention(q, k, v, backend="triton")
+    assert sum(storages.values()) == 4 * B * T * H * (2 * D + 2 * V + 1)
