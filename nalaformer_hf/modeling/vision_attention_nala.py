@@ -18,7 +18,7 @@ from .vision_linear_nala import KeySums, read_means, sum_keys, vision_linear_att
 from .vision_rotary_nala import AxialTables, rotate
 
 OUTPUT_NORM_EPS = 1e-5  # published code
-# Without gradients, images of so many tokens are computed in blocks of rows: less memory, same numbers.
+# Without gradients, a CPU computes images of so many tokens in blocks of rows: same numbers, less memory.
 STREAMED_TOKENS = 1 << 15
 BLOCK_TOKENS = 1 << 11
 MIN_ROWS = 8  # the convolution's margin of 4 rows is computed twice
@@ -55,7 +55,7 @@ class NaLaVisionAttention(nn.Module):
         q, k, v, gate = self._project(hidden_states)
         lepe = None if self.lepe is None else self.lepe(v)
         with maybe_autocast(q.device.type, enabled=False):
-            o = self._mix(*(self._heads(y) for y in (q, k, v)), tables).reshape(hidden_states.shape)
+            o = self._mix(self._heads(q), self._heads(k), self._heads(v), tables).reshape(hidden_states.shape)
         return self._finish(o, lepe, gate, q.dtype)
 
     def _is_streamed(self, hidden_states: Tensor) -> bool:
@@ -63,6 +63,7 @@ class NaLaVisionAttention(nn.Module):
         return (
             self.mixer == "linear"
             and self.spec.form == "polarity"
+            and hidden_states.device.type == "cpu"
             and hidden_states.shape[1] * hidden_states.shape[2] >= STREAMED_TOKENS
             and not torch.is_grad_enabled()
             and not is_traced()
