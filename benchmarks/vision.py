@@ -11,8 +11,8 @@ Two parts, both printed and written as JSON, the second as CSV and as a picture 
    new process each, less what its imports took.
 2. One linear layer (projections, attention, norm, gate) of 1 head of 64 over up to 70,225 tokens, against
    the same layer with SDPA, with softmax written out, and the published linear one: the same weights, each in
-   a new process. Softmax written out is measured to 16,384 tokens; beyond that its figures are extrapolated by
-   its fitted N² and marked so.
+   a new process. Softmax written out is measured to 16,384 tokens; beyond that its figures are extrapolated
+   by its fitted N² and marked so.
 """
 
 from __future__ import annotations

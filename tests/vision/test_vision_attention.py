@@ -178,7 +178,7 @@ def test_blocks_of_rows_under_autocast(monkeypatch):
 
 
 def stream(monkeypatch):
-    """From here on, every image goes in blocks of 8 rows."""
+    """From here on, every image goes in blocks of 4 rows."""
     monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 1)
     monkeypatch.setattr(vision_attention_nala, "BLOCK_TOKENS", 1)
 
