@@ -118,6 +118,27 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return total.unflatten(0, a.shape[1:3])
 
 
+class KeySums(NamedTuple):
+    """S (2, r, H, D, V) and z (2, r, H, 1, D) of the polarity form: over tokens a sum, or a mean."""
+
+    S: Tensor
+    z: Tensor
+
+
+def sum_keys(k: Tensor, v: Tensor, turns: Tensor | None, spec: FeatureSpec) -> KeySums:
+    """The sums over some tokens: k (r, n, H, D), v (r, n, H, V)."""
+    halves = _key_rows(k, spec).halves
+    z = halves.sum(-2, keepdim=True)
+    return KeySums(_turn_(halves, turns).mT @ _dense(v), z)
+
+
+def read_means(q: Tensor, means: KeySums, turns: Tensor | None, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
+    """Numerators (r, H, n, V) and inverse denominators (r, H, n, 1) of queries (r, n, H, D)."""
+    halves = _query_rows(q, spec).halves
+    den = (halves * means.z).sum((0, -1)).add_(EPS).unsqueeze(-1)
+    return _matmul(_turn_(halves, turns), means.S), den.reciprocal_()
+
+
 class _Polarity(torch.autograd.Function):
     """q, k (B, N, H, D), v (B, N, H, V) of any strides; S (2, B, H, D, V) and z (2, B, H, 1, D) are means."""
 
@@ -131,17 +152,15 @@ class _Polarity(torch.autograd.Function):
         z = o.new_zeros(2, batch, heads, 1, q.shape[-1])
         inverse = o.new_empty(batch, heads, num_tokens, 1)
         for rows, tokens in segments:
-            halves = _key_rows(k[rows, tokens], spec).halves
-            z[:, rows] += halves.sum(-2, keepdim=True)
-            S[:, rows] += _turn_(halves, _at(turns, tokens)).mT @ _dense(v[rows, tokens])
+            part = sum_keys(k[rows, tokens], v[rows, tokens], _at(turns, tokens), spec)
+            S[:, rows] += part.S
+            z[:, rows] += part.z
         S /= num_tokens
         z /= num_tokens
         for rows, tokens in segments:
-            halves = _query_rows(q[rows, tokens], spec).halves
-            den = (halves * z[:, rows]).sum((0, -1)).add_(EPS).unsqueeze(-1)
-            inverse[rows, :, tokens] = den.reciprocal_()
-            num = _matmul(_turn_(halves, _at(turns, tokens)), S[:, rows])
-            torch.mul(num, den, out=o[rows, tokens].transpose(1, 2))
+            means = KeySums(S[:, rows], z[:, rows])
+            num, inverse[rows, :, tokens] = read_means(q[rows, tokens], means, _at(turns, tokens), spec)
+            torch.mul(num, inverse[rows, :, tokens], out=o[rows, tokens].transpose(1, 2))
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, turns, o, inverse, S, z)
         return o

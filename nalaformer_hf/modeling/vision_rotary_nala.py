@@ -1,11 +1,9 @@
 """2-D rotary embedding of the vision family: one half of D turns with the row, the other with the column.
 
-Letters in shapes: B batch, H heads, N tokens, D head dim.
+Letters in shapes: B batch, Y rows, X columns, N = Y X tokens, D head dim.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +12,38 @@ from .feature_maps_nala import apply_rotary, upcast
 from .linear_nala import is_traced
 
 
-class AxialTables(NamedTuple):
-    """(N, D / 2, 2): cos and sin of each interleaved pair's angle."""
+class AxialTables:
+    """cos and sin of the angles of an image's rows (Y, P, 2) and columns (X, P', 2), P + P' = D / 2."""
 
-    pairs: Tensor
+    def __init__(self, rows: Tensor, columns: Tensor):
+        self.rows, self.columns = rows, columns
+        self._pairs: Tensor | None = None
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> AxialTables:
-        """From tables (N, D) that hold each angle twice."""
-        return cls(torch.stack((cos[:, ::2], sin[:, ::2]), dim=-1))
+        """From tables (N, D) that hold each angle twice: those of an image with one column."""
+        rows = torch.stack((cos[:, ::2], sin[:, ::2]), dim=-1)
+        return cls(rows, rows[:1, :0])
+
+    def of_rows(self, rows: slice) -> AxialTables:
+        """The tables of a part of the image."""
+        return AxialTables(self.rows[rows], self.columns)
+
+    @property
+    def pairs(self) -> Tensor:
+        """(N, D / 2, 2): cos and sin of each interleaved pair's angle, made when first asked for."""
+        if is_traced():
+            return self._make_pairs()
+        if self._pairs is None:
+            with torch.inference_mode(False):  # a later training step may use them
+                self._pairs = self._make_pairs()
+        return self._pairs
+
+    def _make_pairs(self) -> Tensor:
+        size = len(self.rows), len(self.columns)
+        rows = self.rows[:, None].expand(*size, -1, -1)
+        columns = self.columns[None].expand(*size, -1, -1)
+        return torch.cat((rows, columns), dim=-2).flatten(0, 1)
 
     @property
     def turns(self) -> Tensor:
@@ -74,7 +95,4 @@ class NaLaVisionRotary(nn.Module):
     def _tables(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> AxialTables:
         angles = torch.tensor(self.angles, device=device, dtype=dtype)
         turns = [torch.arange(n, device=device, dtype=dtype)[:, None] * angles for n in (height, width)]
-        rows, columns = (torch.stack((x.cos(), x.sin()), dim=-1) for x in turns)
-        shape = (height, width, *rows.shape[1:])
-        pairs = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-2)
-        return AxialTables(pairs.flatten(0, 1))
+        return AxialTables(*(torch.stack((x.cos(), x.sin()), dim=-1) for x in turns))

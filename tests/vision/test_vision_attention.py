@@ -8,7 +8,7 @@ from published import GATES, error, golden_part
 from tolerances import EXACT, assert_close_rows
 
 from nalaformer_hf import NaLaForImageClassification, NaLaVisionConfig
-from nalaformer_hf.modeling import linear_attention_nala
+from nalaformer_hf.modeling import linear_attention_nala, vision_attention_nala
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 from nalaformer_hf.modeling.vision_attention_nala import NaLaVisionAttention
 from nalaformer_hf.modeling.vision_convolution_nala import NaLaDepthwiseConv
@@ -131,6 +131,56 @@ def test_published_module(name, dtype):
     assert len(names) > 5
     for key in names:
         assert error(gradients[key], case[f"{key}.f64"]) <= GATES[dtype][1], key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "parts", [{}, {"use_lepe": False}, {"use_rotary": False, "use_output_gate": False}], ids=str
+)
+@pytest.mark.parametrize("size", [(1, 9), (16, 3), (17, 5), (23, 7)])
+@pytest.mark.parametrize("dtype", GATES, ids=str)
+def test_blocks_of_rows_give_the_same_numbers(parts, size, dtype, monkeypatch):
+    """Images that are one block, whole blocks, or end in a part of one."""
+    module = NaLaVisionAttention(one_stage(16, 2, "linear", **parts), 0).to(dtype)
+    x = torch.randn(2, *size, 16, dtype=dtype)
+    tables = NaLaVisionRotary(8)(*size, x) if parts.get("use_rotary", True) else None
+    expected = module(x, tables)
+    stream(monkeypatch)
+    assert module._is_streamed(x)
+    y = module(x, tables)
+    assert y.dtype == dtype
+    assert error(y, expected) <= GATES[dtype][0]
+
+
+def test_blocks_of_rows_only_where_nothing_is_kept(monkeypatch):
+    module, x = attention(16, 2, "linear"), torch.randn(1, 9, 5, 16)
+    stream(monkeypatch)
+    assert not module._is_streamed(x)
+    with torch.inference_mode():
+        assert module._is_streamed(x)
+        assert not attention(16, 2, "softmax")._is_streamed(x)
+        assert not NaLaVisionAttention(one_stage(16, 2, "linear", feature_form="cosine"), 0)._is_streamed(x)
+        monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 46)
+        assert not module._is_streamed(x)
+
+
+@torch.inference_mode()
+def test_blocks_of_rows_under_autocast(monkeypatch):
+    """The same low precision in the same places."""
+    module, x = attention(16, 2, "linear"), torch.randn(2, 17, 5, 16)
+    tables = NaLaVisionRotary(8)(17, 5, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x, tables)
+        stream(monkeypatch)
+        y = module(x, tables)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected)
+
+
+def stream(monkeypatch):
+    """From here on, every image goes in blocks of 4 rows."""
+    monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 1)
+    monkeypatch.setattr(vision_attention_nala, "BLOCK_TOKENS", 1)
 
 
 def attention(width: int, heads: int, mixer: str) -> NaLaVisionAttention:
