@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from .modeling import NaLaForImageClassification, NaLaVisionConfig
 from .modeling.config_base_nala import NaLaBaseConfig
@@ -103,7 +104,14 @@ def read_checkpoint(path: str | Path, weights: str | None = None) -> dict[str, T
         else:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (
+        SafetensorError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
         raise ValueError(f"path: {path} holds no weights that can be read safely: {error}") from error
     choices = [name for name in ("model", "model_ema") if isinstance(loaded, Mapping) and name in loaded]
     if weights is not None and weights not in choices:
@@ -111,7 +119,9 @@ def read_checkpoint(path: str | Path, weights: str | None = None) -> dict[str, T
         raise ValueError(f"weights: {path} has no {weights!r}; it has {found}.")
     if choices:
         loaded = loaded[weights or choices[0]]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in loaded.items()
+    ):
         raise ValueError(f"path: {path} must hold a state dict, or one under 'model' or 'model_ema'.")
     return dict(loaded)
 
@@ -151,6 +161,11 @@ def export_file(folder: str | Path, destination: str | Path) -> int:
     destination = Path(destination)
     if destination.suffix not in (".safetensors", ".pth"):
         raise ValueError(f"destination must end in .safetensors or .pth, got {destination.name!r}.")
+    if not destination.parent.is_dir():
+        raise ValueError(f"destination: the folder {destination.parent} must exist.")
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type != "nala_vision":
+        raise ValueError(f"folder must hold a model of type 'nala_vision', got {config.model_type!r}.")
     model = NaLaForImageClassification.from_pretrained(folder)
     state_dict = to_published(model)
     if destination.suffix == ".pth":
@@ -166,6 +181,10 @@ def _published_name(key: str) -> str:
     return key
 
 
+# Dimensions of the weights that tell sizes, where they are not a linear's two.
+_TELLING_DIMS = {"patch_embed.proj.0.weight": (4,), "angle": (1,), "head.weight": (2, 4)}
+
+
 def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     """The config fields that the tensors tell."""
     stages = sorted({int(match[1]) for key in state_dict if (match := re.match(r"layers\.(\d+)\.", key))})
@@ -179,6 +198,13 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
             f"{', '.join(missing) or 'none of the weights that tell its sizes'}."
         )
     shapes = {key: tuple(state_dict[key].shape) for key in telling}
+    for key, shape in shapes.items():
+        dims = _TELLING_DIMS.get(key.rpartition(".")[2] if key.endswith("angle") else key, (2,))
+        if len(shape) not in dims or 0 in shape:
+            raise ValueError(
+                f"state_dict: {key} must have {' or '.join(map(str, dims))} dimensions, none of them empty, "
+                f"got {shape}."
+            )
     widths = [shapes[key][1] for key in fc1]
     return {
         "num_channels": shapes["patch_embed.proj.0.weight"][1],

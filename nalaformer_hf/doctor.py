@@ -59,8 +59,10 @@ def _linear(device: torch.device, passed: bool) -> str:
 def _versions(device: torch.device) -> Iterable[str]:
     yield f"nalaformer_hf {__version__}"
     for name in PACKAGES:
-        installed = importlib.util.find_spec(name.replace("flash-linear-attention", "fla")) is not None
-        yield f"{name} {importlib.metadata.version(name) if installed else 'is not installed'}"
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{name} is not installed"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         memory = properties.total_memory / 2**30

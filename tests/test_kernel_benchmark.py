@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "kernels.py"
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "fused_kernels.py"
 
 
 @pytest.mark.xdist_group("interpreter")

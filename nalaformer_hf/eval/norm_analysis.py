@@ -45,6 +45,8 @@ def read_queries(model_dir: str, text: str, num_tokens: int) -> list[tuple[NaLaA
     Raises:
         ConfigError: The model has no NaLa layers, or the text is too short.
     """
+    if num_tokens <= MIN_KEYS:
+        raise ConfigError(f"--tokens must be more than {MIN_KEYS}, got {num_tokens}")
     model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     ids = AutoTokenizer.from_pretrained(model_dir)(text, return_tensors="pt")["input_ids"][:, :num_tokens]
     layers = [module for module in model.modules() if isinstance(module, NaLaAttention)]

@@ -23,7 +23,9 @@ from .linear_attention_nala import Rotary, chunked_attention, step_attention, wi
 from .linear_nala import NaLaLinear
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
-try:  # a pushed copy of this file runs without the package, and faster where it is installed
+try:  # inside the package only: a pushed copy that imported it would mix the code of both
+    if not __name__.startswith("nalaformer_hf."):
+        raise ImportError("a pushed copy")
     from nalaformer_hf.ops.dispatch import fused_forms
 except ImportError:
     fused_forms = None
@@ -188,7 +190,23 @@ class NaLaAttention(nn.Module):
                 f"cache: holds {layer.state.shape[0]} rows, got a batch of {batch}; "
                 "`batch_repeat_interleave` and `batch_select_indices` change its rows."
             )
+        if layer.state is not None:
+            self._check_past(layer.state, layer.window)
         return layer
+
+    def _check_past(self, state: Tensor, window: Tensor | None) -> None:
+        """Checks that a cache's past has the shapes that a layer like this one leaves."""
+        config = self.config
+        columns = config.value_head_dim + (config.mixer == "linear")  # z is one more
+        wanted = (self.num_heads, self.spec.width(config.head_dim), columns)
+        has_window = config.use_short_conv and config.conv_size > 1
+        wanted_window = (config.conv_size - 1, 2 * self.key_dim + self.value_dim) if has_window else None
+        found, found_window = tuple(state.shape[1:]), None if window is None else tuple(window.shape[1:])
+        if found != wanted or found_window != wanted_window:
+            raise ValueError(
+                f"cache: a state of {wanted} and a window of {wanted_window} were wanted, got {found} and "
+                f"{found_window}; it was filled by a model of another config."
+            )
 
     def _rotary(self, position_ids: Tensor | None, x: Tensor, layer: NaLaCacheLayer | None) -> Rotary | None:
         """Tables (B or 1, T, F / 2) in fp32, or None."""
@@ -271,7 +289,9 @@ class NaLaAttention(nn.Module):
         self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None, in_place: bool
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v, rotary = tokens.q, tokens.k, tokens.v, tokens.rotary
-        fused = None if fused_forms is None else fused_forms(q, v, self.spec)
+        fused = None
+        if fused_forms is not None and not torch.compiler.is_compiling():  # a kernel would break the graph
+            fused = fused_forms(q, v, self.spec)
         if q.shape[1] == 1 and state is not None:
             if fused is None:
                 return step_attention(q, k, v, state, self.spec, rotary=rotary)

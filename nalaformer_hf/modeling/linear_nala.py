@@ -42,6 +42,7 @@ def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and type(weight) in (Tensor, nn.Parameter)
         and x.numel() > 0
+        and x.ndim > 0
         and x.shape[-1] == weight.shape[1]  # a misfit gets nn.Linear's own error
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)

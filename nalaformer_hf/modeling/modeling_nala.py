@@ -187,6 +187,8 @@ class NaLaModel(NaLaPreTrainedModel):
         """The mask of each kind of layer, by its name."""
         if isinstance(attention_mask, dict):
             return attention_mask
+        if attention_mask is not None and attention_mask.ndim == 2 and len(attention_mask) == 1:
+            attention_mask = attention_mask.expand(len(x), -1)
         masks = {}
         if "nala_attention" in self.config.layer_types:
             masks["nala_attention"] = create_nala_mask(self.config, x, attention_mask, cache)
@@ -383,7 +385,7 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
         """(B, T, C) to (B, C)."""
         if mask is None:
             mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-        real = mask[:, -hidden_states.shape[1] :].bool()
+        real = mask[:, -hidden_states.shape[1] :].bool().expand(len(hidden_states), -1)
         if self.config.classifier_pooling == "mean":
             total = upcast(hidden_states.masked_fill(~real.unsqueeze(-1), 0)).sum(1)
             return (total / real.sum(1, keepdim=True).clamp_min(1)).to(hidden_states.dtype)

@@ -363,3 +363,19 @@ def test_any_convolution_size(conv_size):
     logits, cache = in_pieces(model, ids, [0, 3, 4, 5, 12, 20])
     assert error(logits, model(ids).logits) < TOLERANCE
     assert (cache.layers[0].window is None) == (conv_size == 1)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "given_to"),
+    [
+        ("linear-no-conv", "linear"),
+        ("linear", "linear-no-conv"),
+        ("linear", "gated_delta"),
+        ("gated_delta", "linear"),
+    ],
+)
+def test_a_cache_of_another_config_is_refused(made_by, given_to):
+    ids = random_ids(1, 6)
+    cache = tiny_model(made_by)(ids, use_cache=True).cache
+    with pytest.raises(ValueError, match=r"cache: a state of .* filled by a model of another config"):
+        tiny_model(given_to)(ids, cache=cache)

@@ -225,3 +225,19 @@ def test_attentions_that_cannot_be_given_are_refused():
 @pytest.mark.parametrize("name", ["linear", "gated_delta", "linear-hybrid"])
 def test_output_attentions_off_gives_none(name):
     assert tiny_model(name)(random_ids(1, 5), output_attentions=False).attentions is None
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_one_row_of_mask_serves_all_rows(pooling):
+    model = tiny_model("linear", NaLaForSequenceClassification, num_labels=4, classifier_pooling=pooling)
+    ids, mask = random_ids(3, 7), torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    expected = model(ids, attention_mask=mask.expand(3, -1)).logits
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected)
+
+
+@torch.no_grad()
+def test_one_row_of_mask_serves_all_rows_of_a_hybrid():
+    model = tiny_model("linear-hybrid")
+    ids, mask = random_ids(3, 7), torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
+    expected = model(ids, attention_mask=mask.expand(3, -1)).logits
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, 1:], expected[:, 1:])

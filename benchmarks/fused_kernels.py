@@ -1,6 +1,6 @@
 """Time and peak memory of the fused kernels, forward and backward, beside what one would run without them.
 
-    python benchmarks/kernels.py --output runs/kernels
+    python benchmarks/fused_kernels.py --output runs/kernels
 
 compares "kernels" with "unfused" (feature maps in torch, then flash-linear-attention's chunk op and
 normaliser, where it is installed), "torch" (the chunked form) and "sdpa" (causal softmax attention). The
