@@ -15,9 +15,6 @@ from torch import Tensor
 
 from ...modeling.feature_maps_nala import FeatureSpec
 
-MAX_HEAD_DIM = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 class Sequences(NamedTuple):
     """R sequences, one behind another, cut into N chunks of up to C tokens; int64 tensors."""
