@@ -20,7 +20,8 @@ from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
 from .inputs_nala import check_bounds
 from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
-from .linear_nala import NaLaLinear
+from .linear_nala import NaLaLinear, gated_linear
+from .pieces_nala import in_pieces
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
 try:  # inside the package only: a pushed copy that imported it would mix the code of both
@@ -149,7 +150,7 @@ class NaLaAttention(nn.Module):
         if layer is not None and new_state is not None:
             replay = self._replay_of(tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
-        out = self.o_proj(self._norm_and_gate(o, hidden_states))
+        out = in_pieces(self._project_out, o, hidden_states)
         if padding is not None:
             out = padding.restore(out)
         return out.view(batch, length, -1), weights
@@ -330,8 +331,8 @@ class NaLaAttention(nn.Module):
             log_decay = log_decay.masked_fill(~padding.real.unsqueeze(-1), 0)
         return beta, log_decay
 
-    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
-        """Norm of the mixer's output in fp32, gate, (B, T, H V) in the dtype of x."""
+    def _project_out(self, o: Tensor, x: Tensor) -> Tensor:
+        """Norm of the mixer's output (B, T, H, V) in fp32, gate, output projection: (B, T, C)."""
         norm = self.o_norm
         if isinstance(norm, nn.RMSNorm):
             o = F.rms_norm(o, o.shape[-1:], norm.weight.to(o), norm.eps)
@@ -339,7 +340,7 @@ class NaLaAttention(nn.Module):
         if isinstance(norm, nn.LayerNorm):
             o = F.layer_norm(o, o.shape[-1:], norm.weight.to(o), norm.bias.to(o), norm.eps)
         o = o.to(x.dtype)
-        return o if self.g_proj is None else o * F.silu(self.g_proj(x))
+        return self.o_proj(o) if self.g_proj is None else gated_linear(self.o_proj, self.g_proj(x), o)
 
     def _weights(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Explicit weights of the `linear` mixer, (B, H, T, T) in fp32."""

@@ -44,6 +44,7 @@ from .inputs_nala import (
     sequence_of_token,
 )
 from .linear_nala import NaLaLinear
+from .pieces_nala import in_pieces
 from .short_convolution_nala import ShortConvolution
 
 
@@ -171,7 +172,9 @@ class NaLaModel(NaLaPreTrainedModel):
                 cache=cache,
                 **mixer_inputs[layer_type],
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache if use_cache else None)
+        return BaseModelOutputWithPast(
+            last_hidden_state=in_pieces(self.norm, x), cache=cache if use_cache else None
+        )
 
     def _gives_attentions(self, keywords: dict) -> bool:
         wanted = bool(keywords.get("output_attentions", self.config.output_attentions))
