@@ -5,6 +5,7 @@ Letters in shapes: B batch, T tokens, C hidden size, R packed sequences.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -37,8 +38,12 @@ from .hub_nala import HubModel
 from .inputs_nala import (
     check_cache,
     check_keywords,
+    check_logits_to_keep,
+    check_mask,
     check_positions,
+    check_tensor,
     check_tokens,
+    check_unpacked,
     default_positions,
     packed_bounds,
     sequence_of_token,
@@ -136,11 +141,12 @@ class NaLaModel(NaLaPreTrainedModel):
                 sequences of one row, `seq_idx` (B, T) numbers those of each row.
 
         Raises:
-            TypeError: For any other keyword, or a cache that is none.
+            TypeError: For any other keyword, what is no tensor, or a cache that is none.
             ValueError: For inputs of another shape, or that contradict each other.
         """
         check_keywords(kwargs)
-        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+        check_tokens(input_ids, inputs_embeds, self)
+        check_mask(attention_mask, self.config.layer_types)
         check_cache(cache)
         x: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         check_positions(position_ids, *x.shape[:2])
@@ -234,6 +240,16 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         self.lm_head = NaLaLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        """As the library's, and a model that is not causal says that it cannot."""
+        if not self.config.is_causal:
+            raise ValueError(
+                "generate needs a causal model, got is_causal=False: an encoder reads the tokens after each one, "
+                "which are still to come."
+            )
+        return super().generate(*args, **kwargs)
+
     def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args, **kwargs) -> nn.Linear:
         """The library's resized head, of the class that a reload makes."""
         resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
@@ -270,8 +286,11 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             **kwargs: As for `NaLaModel.forward`.
 
         Raises:
+            TypeError: If `logits_to_keep` is neither a number nor a tensor.
             ValueError: If there are labels but the model is not causal: it would see what it is to predict.
+                If `logits_to_keep` is negative.
         """
+        check_logits_to_keep(logits_to_keep)
         if labels is not None and not kwargs.get("is_causal", self.config.is_causal):
             raise ValueError("labels: the loss of the next token needs a causal model, got is_causal=False.")
         outputs = self.model(
@@ -340,10 +359,16 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             **kwargs: As for `NaLaModel.forward`.
 
         Raises:
-            ValueError: If nothing tells which tokens of a batch's rows are real.
+            TypeError: If `attention_mask` is no tensor.
+            ValueError: If nothing tells which tokens of a batch's rows are real, or the rows are packed.
         """
+        check_tokens(input_ids, inputs_embeds, self)
+        if attention_mask is not None:
+            check_tensor("attention_mask", attention_mask)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        check_unpacked(tokens, attention_mask, position_ids, cache, kwargs)
         if attention_mask is None:
-            attention_mask = self._real_tokens(input_ids, inputs_embeds, cache)
+            attention_mask = self._real_tokens(tokens, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -366,18 +391,15 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _real_tokens(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: Cache | None
-    ) -> Tensor | None:
+    def _real_tokens(self, tokens: Tensor, cache: Cache | None) -> Tensor | None:
         """(B, T), True at real tokens; None for one row that has no padding."""
         pad = self.config.pad_token_id
-        if input_ids is not None and pad is not None and cache is None:
-            return input_ids != pad
-        batch = max(len(x) for x in (input_ids, inputs_embeds) if x is not None)
-        if batch > 1:
+        if tokens.ndim == 2 and pad is not None and cache is None:  # ids
+            return tokens != pad
+        if len(tokens) > 1:
             raise ValueError(
-                f"attention_mask: {batch} rows need one, or config.pad_token_id and input_ids without a "
-                "cache, to find their real tokens, got None."
+                f"attention_mask: {len(tokens)} rows need one, or config.pad_token_id and input_ids without "
+                "a cache, to find their real tokens, got None."
             )
         return None
 
