@@ -1,8 +1,7 @@
 """NaLa attention inside timm's DeiT-T and Swin-T, for the paper's drop-in comparison and its ablation.
 
 The replacement keeps the projections of the attention that it replaces and nothing else: no gate, no norm, no
-convolution. What differs between two rows is the feature map alone. Importing this registers the models with
-the Auto classes, under the model type "nala_dropin"; it needs timm.
+convolution. What differs between two rows is the feature map alone. This needs timm.
 
 Letters in shapes: B images or windows, N tokens, C channels, H heads, D head dim.
 """
@@ -215,12 +214,18 @@ class NaLaDropInForImageClassification(PreTrainedModel):
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
 
-AutoConfig.register(NaLaDropInConfig.model_type, NaLaDropInConfig, exist_ok=True)
-AutoModelForImageClassification.register(NaLaDropInConfig, NaLaDropInForImageClassification, exist_ok=True)
+def register_dropins() -> None:
+    """Make the models known to the Auto classes, under the model type "nala_dropin"."""
+    AutoConfig.register(NaLaDropInConfig.model_type, NaLaDropInConfig, exist_ok=True)
+    AutoModelForImageClassification.register(
+        NaLaDropInConfig, NaLaDropInForImageClassification, exist_ok=True
+    )
+
 
 __all__ = [
     "NaLaDropInAttention",
     "NaLaDropInConfig",
     "NaLaDropInForImageClassification",
+    "register_dropins",
     "replace_attention",
 ]

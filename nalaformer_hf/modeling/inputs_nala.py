@@ -42,16 +42,15 @@ def check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
 
 
-def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, model: PreTrainedModel) -> None:
-    """Checks that one of `input_ids` (B, T) and `inputs_embeds` (B, T, C) is given, with tokens.
+def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, model: PreTrainedModel) -> Tensor:
+    """The one that is given of `input_ids` (B, T) and `inputs_embeds` (B, T, C), checked.
 
     Raises:
         TypeError: If it is no tensor.
         ValueError: If it does not fit the model, or none or both are given.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        given = "none" if input_ids is None else "both"
-        raise ValueError(f"give either input_ids or inputs_embeds, got {given}.")
+    if input_ids is not None and inputs_embeds is not None:
+        raise ValueError("give either input_ids or inputs_embeds, got both.")
     if inputs_embeds is not None:
         check_hidden("inputs_embeds", inputs_embeds, model.config.hidden_size)
         if inputs_embeds.dtype != model.dtype and not torch.is_autocast_enabled(inputs_embeds.device.type):
@@ -59,13 +58,16 @@ def check_tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, model: 
                 f"inputs_embeds must be {model.dtype} like the model, unless under autocast, got "
                 f"{inputs_embeds.dtype}."
             )
-        return
+        return inputs_embeds
+    if input_ids is None:
+        raise ValueError("give either input_ids or inputs_embeds, got none.")
     check_tensor("input_ids", input_ids)
     if input_ids.ndim != 2 or input_ids.dtype not in INTEGERS or input_ids.numel() == 0:
         raise ValueError(
             "input_ids must be integers (batch, tokens) with at least one token, got "
             f"{input_ids.dtype} {tuple(input_ids.shape)}."
         )
+    return input_ids
 
 
 def check_hidden(name: str, x: Tensor, width: int) -> None:

@@ -5,9 +5,8 @@ Letters in shapes: B batch, T tokens, C hidden size, R packed sequences.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,10 +144,10 @@ class NaLaModel(NaLaPreTrainedModel):
             ValueError: For inputs of another shape, or that contradict each other.
         """
         check_keywords(kwargs)
-        check_tokens(input_ids, inputs_embeds, self)
+        tokens = check_tokens(input_ids, inputs_embeds, self)
         check_mask(attention_mask, self.config.layer_types)
         check_cache(cache)
-        x: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        x: Tensor = self.embeddings(tokens) if inputs_embeds is None else tokens
         check_positions(position_ids, *x.shape[:2])
         cu_seqlens = packed_bounds(x, attention_mask, position_ids, cache, kwargs)
         use_cache = use_cache and cu_seqlens is None and self.config.is_causal
@@ -240,15 +239,18 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         self.lm_head = NaLaLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @functools.wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs):
-        """As the library's, and a model that is not causal says that it cannot."""
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the library's.
+
+        Raises:
+            ValueError: Also if the model is not causal.
+        """
         if not self.config.is_causal:
             raise ValueError(
-                "generate needs a causal model, got is_causal=False: an encoder reads the tokens after each one, "
+                "generate needs a causal model, got is_causal=False: an encoder reads later tokens, "
                 "which are still to come."
             )
-        return super().generate(*args, **kwargs)
+        return cast("Any", super()).generate(*args, **kwargs)
 
     def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args, **kwargs) -> nn.Linear:
         """The library's resized head, of the class that a reload makes."""
@@ -362,10 +364,9 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             TypeError: If `attention_mask` is no tensor.
             ValueError: If nothing tells which tokens of a batch's rows are real, or the rows are packed.
         """
-        check_tokens(input_ids, inputs_embeds, self)
+        tokens = check_tokens(input_ids, inputs_embeds, self)
         if attention_mask is not None:
             check_tensor("attention_mask", attention_mask)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
         check_unpacked(tokens, attention_mask, position_ids, cache, kwargs)
         if attention_mask is None:
             attention_mask = self._real_tokens(tokens, cache)
