@@ -299,7 +299,7 @@ def _analyze_entropy(arguments: argparse.Namespace) -> int:
     _need("train")
     from nalaformer_hf.eval import norm_analysis
 
-    text = arguments.text.read_text(encoding="utf-8")
+    text = _read_text(arguments)
     layers = norm_analysis.read_queries(arguments.model, text, arguments.tokens)
     rows, points = norm_analysis.entropy_rows(layers)
     norm_analysis.write_csv(rows, arguments.output / "entropy.csv")
@@ -311,13 +311,22 @@ def _analyze_entropy(arguments: argparse.Namespace) -> int:
 def _analyze_norm(arguments: argparse.Namespace) -> int:
     from nalaformer_hf.eval import norm_analysis
 
-    text, rows = arguments.text.read_text(encoding="utf-8"), []
+    text, rows = _read_text(arguments), []
     for model in arguments.model:
         layers = norm_analysis.read_queries(model, text, arguments.tokens)
         rows.extend(norm_analysis.norm_rows(model, layers))
     norm_analysis.write_csv(rows, arguments.output / "norm.csv")
     _write(norm_analysis.to_markdown(rows))
     return 0
+
+
+def _read_text(arguments: argparse.Namespace) -> str:
+    """The text to analyze, read when there is a folder for the result."""
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    try:
+        return arguments.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text must be a UTF-8 text, got {arguments.text}: {error}") from error
 
 
 def _analyze_weights(arguments: argparse.Namespace) -> int:

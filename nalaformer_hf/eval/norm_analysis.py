@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nalaformer_hf.eval.attention_weights import nala_weights, relative_entropy, softmax_weights
+from nalaformer_hf.generation import load
 from nalaformer_hf.modeling.attention_nala import NaLaAttention
 from nalaformer_hf.training.errors import ConfigError
 
@@ -43,12 +43,12 @@ def read_queries(model_dir: str, text: str, num_tokens: int) -> list[tuple[NaLaA
         For each NaLa layer: itself, queries and keys (1, T, H, D).
 
     Raises:
-        ConfigError: The model has no NaLa layers, or the text is too short.
+        ConfigError: The model cannot be loaded or has no NaLa layers, or the text is too short.
     """
     if num_tokens <= MIN_KEYS:
         raise ConfigError(f"--tokens must be more than {MIN_KEYS}, got {num_tokens}")
-    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
-    ids = AutoTokenizer.from_pretrained(model_dir)(text, return_tensors="pt")["input_ids"][:, :num_tokens]
+    model, tokenizer = load(model_dir)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :num_tokens]
     layers = [module for module in model.modules() if isinstance(module, NaLaAttention)]
     if not layers:
         raise ConfigError(f"--model must have NaLa layers, got one of type {model.config.model_type}")

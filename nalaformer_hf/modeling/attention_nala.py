@@ -18,7 +18,7 @@ from .cache_nala import NaLaCacheLayer, Replay
 from .configuration_nala import NaLaConfig
 from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
-from .inputs_nala import check_bounds
+from .inputs_nala import check_bounds, check_cache, check_hidden, check_positions, check_tensor
 from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
 from .linear_nala import NaLaLinear, gated_linear
 from .pieces_nala import in_pieces
@@ -127,9 +127,10 @@ class NaLaAttention(nn.Module):
             (B, T, C) and the weights or None.
 
         Raises:
+            TypeError: If an argument is no tensor, or the cache is none.
             ValueError: If an argument has another shape, or contradicts another one or the config.
         """
-        self._check_inputs(hidden_states, attention_mask, cache, cu_seqlens)
+        self._check_inputs(hidden_states, attention_mask, position_ids, cache, cu_seqlens)
         if self.config.use_rotary and attention_mask is not None and position_ids is None:
             raise ValueError("position_ids: a rotary layer needs them beside attention_mask, got None.")
         batch, length = hidden_states.shape[:2]
@@ -156,12 +157,18 @@ class NaLaAttention(nn.Module):
         return out.view(batch, length, -1), weights
 
     def _check_inputs(
-        self, x: Tensor, mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
     ) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"hidden_states must be (batch, tokens, {self.config.hidden_size}), got {tuple(x.shape)}."
-            )
+        check_hidden("hidden_states", x, self.config.hidden_size)
+        check_positions(position_ids, *x.shape[:2])
+        check_cache(cache)
+        if mask is not None:
+            check_tensor("attention_mask", mask)
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(
                 f"attention_mask must be (batch, tokens), {tuple(x.shape[:2])}, got {tuple(mask.shape)}."

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments, set_seed
+from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, TrainingArguments, set_seed
 
+from nalaformer_hf import NaLaVisionConfig
 from nalaformer_hf.training.image_batches import AugmentedImages, PreparedImages, collate, make_augmentation
 from nalaformer_hf.training.image_config import ImageDataSection, ImageTrainConfig
 from nalaformer_hf.training.image_data import Images, load_images
 from nalaformer_hf.training.image_models import ImageModel, make_image_model
 from nalaformer_hf.training.image_trainer import ImageTrainer
+from nalaformer_hf.training.models import check_model
 from nalaformer_hf.training.runs import (
     RunResult,
     final_metrics,
@@ -57,6 +59,7 @@ def train_image(config: ImageTrainConfig, *, resume: bool = False) -> ImageTrain
         ConfigError: There is a run already and `resume` is not set, or it has another model, other images or
             another augmentation; the images or the model do not exist or do not fit together.
     """
+    check_model(config.model, NaLaVisionConfig, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING)
     arguments = config.training_arguments()
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="preparing the images"):
         if arguments.should_save:

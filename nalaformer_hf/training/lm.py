@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
 
+from nalaformer_hf import NaLaConfig
 from nalaformer_hf.training.blocks import PackedStream, pack_corpus, pack_in_memory, pad_blocks
 from nalaformer_hf.training.config import DataSection, LMTrainConfig
 from nalaformer_hf.training.corpus import count_bytes, load_corpus
-from nalaformer_hf.training.models import make_model
+from nalaformer_hf.training.models import check_model, make_model
 from nalaformer_hf.training.packing import PackingCollator, needs_flattening
 from nalaformer_hf.training.runs import (
     RunResult,
@@ -58,9 +65,10 @@ def train_lm(config: LMTrainConfig, *, resume: bool = False) -> TrainResult:
         Where the run stands.
 
     Raises:
-        ConfigError: There is a run already and `resume` is not set, or it has another model, tokenizer or
-            corpus.
+        ConfigError: There is no such model; there is a run already and `resume` is not set, or it has another
+            model, tokenizer or corpus.
     """
+    check_model(config.model, NaLaConfig, MODEL_FOR_CAUSAL_LM_MAPPING)
     arguments = config.training_arguments()
     output_dir = config.output_dir
     with arguments.main_process_first(local=arguments.save_on_each_node, desc="preparing the text"):
