@@ -19,7 +19,7 @@ def run_doctor(write: Callable[[str], object]) -> bool:
     """Write versions, device, backends and the kernels' errors and times; return whether all kernels passed.
 
     Where kernels can run, on a GPU or in Triton's interpreter (which takes ours only), each is compared with
-    the float64 reference; on a GPU the result is kept, and `backend="auto"` trusts it.
+    a float64 form; on a GPU the result is kept, and `backend="auto"` trusts it.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for line in _versions(device):

@@ -278,8 +278,8 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         """
         if labels is not None and not kwargs.get("is_causal", self.config.is_causal):
             raise ValueError("labels: the loss of the next token needs a causal model, got is_causal=False.")
-        chunked = labels is not None and self.config.chunk_loss
-        if chunked and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
+        chunked = self.config.chunk_loss
+        if labels is not None and chunked and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
             raise ValueError(
                 f"logits_to_keep: chunk_loss leaves no logits beside labels, got {logits_to_keep}."
             )
@@ -294,7 +294,7 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         )
         hidden_states, vocab_size = outputs.last_hidden_state, self.config.vocab_size
         logits, loss = None, None
-        if chunked:
+        if labels is not None and chunked:
             head, loss_function = self.lm_head, self.loss_function
             loss = chunked_loss(head, loss_function, hidden_states, labels, vocab_size=vocab_size, **kwargs)
         else:

@@ -24,6 +24,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_TRITON_WIDTH = 256
 FLA_DTYPES = (torch.float16, torch.bfloat16)
 MIN_FLA_VERSION = "0.6"
+_INSTALL = "pip install 'nalaformer-hf[kernels]'"
 
 
 def resolve_backend(
@@ -110,9 +111,6 @@ def why_not_fla(device: torch.device, dtype: torch.dtype, key_width: int) -> str
     if key_width > MAX_DELTA_KEY_WIDTH:
         return f"flash-linear-attention takes features up to {MAX_DELTA_KEY_WIDTH} wide, got {key_width}"
     return None
-
-
-_INSTALL = "pip install 'nalaformer-hf[kernels]'"
 
 
 @cache

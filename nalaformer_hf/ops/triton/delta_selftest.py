@@ -1,4 +1,4 @@
-"""flash-linear-attention's delta kernels against the recurrence in float64, on this machine."""
+"""flash-linear-attention's delta kernels against the torch form in float64, on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..reference_delta import recurrent_delta_rule
+from ...modeling.delta_rule_nala import chunked_delta_rule
 from .delta import fla_delta_rule, fla_step_delta_rule
 from .selftest import Check, collect, error_of, now
 
@@ -55,7 +55,7 @@ def run_delta_selftest(device: torch.device, cases: tuple[DeltaCase, ...]) -> li
 
 def _check(case: DeltaCase, device: torch.device) -> Iterator[Check]:
     inputs, grads = _inputs(case, T=300 if device.type == "cuda" else 70)
-    exact, _ = _run(recurrent_delta_rule, [x.double() for x in inputs], [x.double() for x in grads])
+    exact, _ = _run(chunked_delta_rule, [x.double() for x in inputs], [x.double() for x in grads])
     on_device = [x.to(device) for x in inputs], [x.to(device) for x in grads]
     if device.type == "cuda":
         _run(fla_delta_rule, *on_device)  # compiles and tunes
@@ -95,7 +95,7 @@ def _check_step(case: DeltaCase, inputs: list[Tensor], device: torch.device) -> 
     """One token after a state."""
     q, k, v, beta, *log_decay = (x[:, :1] for x in (*inputs[:4], *inputs[5:]))
     state = inputs[4]
-    exact = recurrent_delta_rule(
+    exact = chunked_delta_rule(
         *(x.double() for x in (q, k, v, beta, *log_decay)), initial_state=state.double()
     )
     on_device = [x.to(device) for x in (q, k, v, beta, *log_decay)]
