@@ -27,9 +27,9 @@ from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 try:  # inside the package only: a pushed copy that imported it would mix the code of both
     if not __name__.startswith("nalaformer_hf."):
         raise ImportError("a pushed copy")
-    from nalaformer_hf.ops.dispatch import fused_forms
+    from nalaformer_hf.ops.dispatch import fused_delta_forms, fused_forms
 except ImportError:
-    fused_forms = None
+    fused_forms = fused_delta_forms = None
 
 
 class _Tokens(NamedTuple):
@@ -322,9 +322,14 @@ class NaLaAttention(nn.Module):
     def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
         q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)
         v, beta, log_decay = tokens.v, tokens.beta, tokens.log_decay
+        fused = None
+        if fused_delta_forms is not None and not torch.compiler.is_compiling():
+            fused = fused_delta_forms(k, v, gated=log_decay is not None)
         if q.shape[1] == 1 and state is not None:
-            return step_delta_rule(q, k, v, beta, log_decay, state)
-        return chunked_delta_rule(q, k, v, beta, log_decay, initial_state=state, cu_seqlens=cu_seqlens)
+            step = step_delta_rule if fused is None or torch.is_grad_enabled() else fused.step
+            return step(q, k, v, beta, log_decay, state)
+        rule = chunked_delta_rule if fused is None else fused.attention
+        return rule(q, k, v, beta, log_decay, initial_state=state, cu_seqlens=cu_seqlens)
 
     def _gates(self, x: Tensor, padding: LeftPadding | None) -> tuple[Tensor | None, Tensor | None]:
         """β (B, T, H) of the delta rule, and its log decay, 0 at padding."""

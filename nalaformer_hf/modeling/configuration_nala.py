@@ -107,6 +107,8 @@ class NaLaConfig(NaLaBaseConfig):
             "layer_norm" for `linear` and "head_rms_norm" for the delta mixers.
         is_causal: False makes an encoder (`linear` and full attention only).
         classifier_pooling: "last" or "mean" token for sequence classification.
+        chunk_loss: Compute a language model's loss piece by piece of the tokens and return no logits with it:
+            less memory, for a third more of the head's products.
         training_facts: How the weights were trained, name to value, for the model card.
 
     `num_key_value_heads`, `attention_bias` and `attention_dropout` concern full attention only; so does
@@ -144,6 +146,7 @@ class NaLaConfig(NaLaBaseConfig):
     output_norm: str | None = None
     is_causal: bool = True
     classifier_pooling: str = "last"
+    chunk_loss: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict | None = None

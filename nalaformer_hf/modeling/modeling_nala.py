@@ -48,6 +48,7 @@ from .inputs_nala import (
     sequence_of_token,
 )
 from .linear_nala import NaLaLinear
+from .loss_nala import chunked_loss
 from .pieces_nala import in_pieces
 from .short_convolution_nala import ShortConvolution
 
@@ -279,6 +280,8 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the loss against `labels`.
 
+        With `config.chunk_loss` and labels there are no logits (None), since they are never held at once.
+
         Args:
             input_ids: As for `NaLaModel.forward`, like all arguments not listed here.
             attention_mask: (B, past + T).
@@ -292,12 +295,17 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
 
         Raises:
             TypeError: If `logits_to_keep` is neither a number nor a tensor.
-            ValueError: If there are labels but the model is not causal: it would see what it is to predict.
-                If `logits_to_keep` is negative.
+            ValueError: If there are labels but the model is not causal: it would see what it is to predict;
+                for a negative `logits_to_keep`, or one beside `config.chunk_loss`, which leaves no logits.
         """
         check_logits_to_keep(logits_to_keep)
         if labels is not None and not kwargs.get("is_causal", self.config.is_causal):
             raise ValueError("labels: the loss of the next token needs a causal model, got is_causal=False.")
+        chunked = self.config.chunk_loss
+        if labels is not None and chunked and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
+            raise ValueError(
+                f"logits_to_keep: chunk_loss leaves no logits beside labels, got {logits_to_keep}."
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -307,13 +315,16 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+        hidden_states, vocab_size = outputs.last_hidden_state, self.config.vocab_size
+        logits, loss = None, None
+        if labels is not None and chunked:
+            head, loss_function = self.lm_head, self.loss_function
+            loss = chunked_loss(head, loss_function, hidden_states, labels, vocab_size=vocab_size, **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
