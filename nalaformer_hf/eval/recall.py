@@ -1,7 +1,6 @@
 """`nalaformer eval recall`: small models of one size learn to recall, and are asked beyond their length."""
 
 import json
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.recall_tasks import IGNORED, RECALL_TASKS
+from nalaformer_hf.eval.small_runs import add_run, read_runs, spread, train
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.models import count_parameters, match_size
 from nalaformer_hf.training.settings import check_known
@@ -24,7 +24,6 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "1 + ELU": {"mixer": "linear", "feature_form": "elu"},
     "softmax": None,
 }
-RESULTS_FILE = "results.jsonl"
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -109,11 +108,8 @@ def run_recall(
     settings = settings or RecallSettings()
     check_known("task ", tasks, RECALL_TASKS)
     check_known("model ", models, MODELS)
-    path = output_dir / RESULTS_FILE
-    done = read_runs(path)
     wanted = json.loads(json.dumps(asdict(settings)))
-    if any(run["settings"] != wanted for run in done):
-        raise ConfigError(f"{path} has runs with other settings than {wanted}")
+    done = read_runs(output_dir, wanted)
     output_dir.mkdir(parents=True, exist_ok=True)
     keys = {(run["task"], run["model"], run["seed"]) for run in done}
     for seed in seeds:
@@ -121,14 +117,8 @@ def run_recall(
             for model in models:
                 if (task, model, seed) not in keys:
                     done.append(_run(task, model, seed, settings, output_dir) | {"settings": wanted})
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(done[-1]) + "\n")
+                    add_run(output_dir, done[-1])
     return done
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Read the finished runs of a results file; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def model_config(model: str, settings: RecallSettings) -> PreTrainedConfig:
@@ -148,7 +138,15 @@ def _run(task: str, name: str, seed: int, settings: RecallSettings, output_dir: 
     """One training and its answers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(model_config(name, settings))
-    _train(model, _Sequences(task, settings, seed), settings, seed, output_dir)
+    train(
+        model,
+        _Sequences(task, settings, seed),
+        num_steps=settings.num_steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        seed=seed,
+        output_dir=output_dir,
+    )
     accuracy = {
         str(factor * settings.length): _accuracy(model, task, factor * settings.length, settings)
         for factor in settings.factors
@@ -160,26 +158,6 @@ def _run(task: str, name: str, seed: int, settings: RecallSettings, output_dir: 
         "num_parameters": model.num_parameters(),
         "accuracy": accuracy,
     }
-
-
-def _train(model: Any, data: _Sequences, settings: RecallSettings, seed: int, output_dir: Path) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(output_dir),
-        max_steps=settings.num_steps,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=0.1,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        seed=seed,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
 @torch.no_grad()
@@ -213,14 +191,8 @@ def to_markdown(runs: Sequence[dict[str, Any]]) -> str:
         lines += ["|---" * (len(lengths) + 3) + "|"]
         for model in dict.fromkeys(run["model"] for run in of_task):
             of_model = [run for run in of_task if run["model"] == model]
-            cells = [_spread([100 * run["accuracy"][length] for run in of_model]) for length in lengths]
+            cells = [spread([100 * run["accuracy"][length] for run in of_model]) for length in lengths]
             size = of_model[0]["num_parameters"]
             lines += [f"| {model} | {size:,} | {len(of_model)} | {' | '.join(cells)} |"]
         lines += [""]
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation, which one value does not have."""
-    mean = f"{statistics.mean(values):.1f}"
-    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean

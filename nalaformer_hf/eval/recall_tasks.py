@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def associative_recall(
-    batch: int, length: int, vocab_size: int, generator: torch.Generator, num_pairs: int = 6
+    batch: int, length: int, vocab_size: int, generator: torch.Generator, num_pairs: int = 4
 ) -> Batch:
     """Multi-query associative recall (Zoology, arXiv 2312.04927).
 
@@ -129,7 +129,7 @@ class RecallTask:
 
 
 RECALL_TASKS = {
-    "mqar": RecallTask(associative_recall, 24),
+    "mqar": RecallTask(associative_recall, 16),
     "needle": RecallTask(needle, 12),
     "induction": RecallTask(induction, 8),
     "copy": RecallTask(copying, 8),
