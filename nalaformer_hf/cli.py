@@ -177,7 +177,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--models", nargs="+", metavar="MODEL", help="of linear, gated_delta, '1 + ELU', softmax"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
-    parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each training")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each training, instead of the task's own")
     parser.set_defaults(run=_eval_recall)
     parser = kinds.add_parser("table", help="compare result files of lm-eval with the published rows")
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
@@ -224,11 +224,11 @@ def _eval_data(arguments: argparse.Namespace) -> int:
 
 def _eval_recall(arguments: argparse.Namespace) -> int:
     _need("train")
-    from nalaformer_hf.eval.recall import RecallSettings, run_recall, to_markdown
+    from nalaformer_hf.eval.recall import run_recall, to_markdown
 
     chosen = {name: getattr(arguments, name) for name in ("tasks", "models") if getattr(arguments, name)}
-    settings = RecallSettings(num_steps=arguments.steps)
-    runs = run_recall(arguments.output, seeds=arguments.seeds, settings=settings, **chosen)
+    overrides = {} if arguments.steps is None else {"num_steps": arguments.steps}
+    runs = run_recall(arguments.output, seeds=arguments.seeds, overrides=overrides, **chosen)
     _write(to_markdown(runs))
     return 0
 

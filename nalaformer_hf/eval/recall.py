@@ -1,7 +1,7 @@
 """`nalaformer eval recall`: small models of one size learn to recall, and are asked beyond their length."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ class RecallSettings:
 
     Args:
         num_steps: Optimizer steps.
-        batch_size: Sequences a step, all of one length between the task's least and `length`.
         length: Longest sequence of the training.
-        factors: Lengths to ask at, as multiples of it.
         vocab_size: Number of tokens.
+        batch_size: Sequences a step, all of one length between the task's least and `length`.
+        factors: Lengths to ask at, as multiples of it.
         learning_rate: Peak, after a warm-up of a tenth of the steps; then a cosine to a tenth of it.
         num_asked: Sequences to ask at each length.
 
@@ -53,18 +53,25 @@ class RecallSettings:
         ConfigError: A number is not positive.
     """
 
-    num_steps: int = 600
+    num_steps: int
+    length: int
+    vocab_size: int
     batch_size: int = 64
-    length: int = 48
     factors: tuple[int, ...] = (1, 2, 4)
-    vocab_size: int = 32
-    learning_rate: float = 5e-3
+    learning_rate: float = 3e-3
     num_asked: int = 256
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if min(value if isinstance(value, tuple) else (value,)) <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
+
+
+def settings_of(task: str, **overrides: Any) -> RecallSettings:
+    """The task's own settings, with other values for some."""
+    own = RECALL_TASKS[task]
+    sizes = {name: getattr(own, name) for name in ("num_steps", "length", "vocab_size")}
+    return RecallSettings(**(sizes | overrides))
 
 
 class _Sequences(IterableDataset):
@@ -88,7 +95,7 @@ def run_recall(
     tasks: Sequence[str] = tuple(RECALL_TASKS),
     models: Sequence[str] = tuple(MODELS),
     seeds: Sequence[int] = (0, 1, 2),
-    settings: RecallSettings | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Train and ask each model on each task and seed; what stands in the folder is not done again.
 
@@ -97,7 +104,7 @@ def run_recall(
         tasks: Of `RECALL_TASKS`.
         models: Of `MODELS`.
         seeds: Of the weights and the training sequences; all are asked the same.
-        settings: Sizes; None takes the defaults.
+        overrides: Fields of `RecallSettings` that all tasks have other values for than their own.
 
     Returns:
         All runs of the folder.
@@ -105,18 +112,19 @@ def run_recall(
     Raises:
         ConfigError: There is no such task or model, or the folder has runs with other settings.
     """
-    settings = settings or RecallSettings()
     check_known("task ", tasks, RECALL_TASKS)
     check_known("model ", models, MODELS)
-    wanted = json.loads(json.dumps(asdict(settings)))
-    done = read_runs(output_dir, wanted)
+    settings = {task: settings_of(task, **(overrides or {})) for task in RECALL_TASKS}
+    wanted = {task: json.loads(json.dumps(asdict(settings[task]))) for task in RECALL_TASKS}
+    done = read_runs(output_dir, lambda run: wanted[run["task"]])
     output_dir.mkdir(parents=True, exist_ok=True)
     keys = {(run["task"], run["model"], run["seed"]) for run in done}
     for seed in seeds:
         for task in tasks:
             for model in models:
                 if (task, model, seed) not in keys:
-                    done.append(_run(task, model, seed, settings, output_dir) | {"settings": wanted})
+                    run = _run(task, model, seed, settings[task], output_dir)
+                    done.append(run | {"settings": wanted[task]})
                     add_run(output_dir, done[-1])
     return done
 

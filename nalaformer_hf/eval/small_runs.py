@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,21 @@ def train(
     Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
-def read_runs(folder: Path, settings: dict[str, Any]) -> list[Run]:
+def read_runs(folder: Path, settings_of: Callable[[Run], dict[str, Any]]) -> list[Run]:
     """Read the finished runs of a folder; none if it has none.
 
+    Args:
+        folder: The folder.
+        settings_of: Gives the settings that a run must have.
+
     Raises:
-        ConfigError: They have other settings.
+        ConfigError: One has other settings.
     """
     path = folder / RESULTS_FILE
     runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if any(run["settings"] != settings for run in runs):
-        raise ConfigError(f"{path} has runs with other settings than {settings}")
+    for run in runs:
+        if run["settings"] != (wanted := settings_of(run)):
+            raise ConfigError(f"{path} has runs with other settings than {wanted}: {run['settings']}")
     return runs
 
 

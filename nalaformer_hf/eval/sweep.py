@@ -125,7 +125,7 @@ def run_sweep(
     """
     settings = settings or SweepSettings()
     configs = {point: _config(point, settings) for point in points if not point.is_excluded}
-    runs = {(_point(run), run["seed"]): run for run in read_runs(output_dir, asdict(settings))}
+    runs = {(_point(run), run["seed"]): run for run in read_runs(output_dir, lambda _: asdict(settings))}
     wanted = [(point, seed) for seed in seeds for point in configs]
     if missing := [pair for pair in wanted if pair not in runs]:
         output_dir.mkdir(parents=True, exist_ok=True)
