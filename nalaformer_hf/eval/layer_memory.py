@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from nalaformer_hf import NaLaVisionConfig
-from nalaformer_hf.modeling.feature_maps_nala import upcast
 from nalaformer_hf.modeling.vision_attention_nala import NaLaVisionAttention
 from nalaformer_hf.modeling.vision_linear_nala import plain_attention
 from nalaformer_hf.modeling.vision_rotary_nala import AxialTables, NaLaVisionRotary, rotate
@@ -42,13 +42,17 @@ Row = dict[str, Any]
 class WrittenOut(NaLaVisionAttention):
     """The layer with all features, or all N² weights, at once, as one would write it first."""
 
-    def _is_streamed(self, hidden_states: Tensor) -> bool:
-        return False
+    def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
+        """(B, Y, X, C) to the same."""
+        q, k, v, gate = self.qkvg(hidden_states).chunk(4, dim=-1)
+        heads = (x.flatten(1, 2).unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        o = self._attend(*heads, tables).reshape(v.shape)
+        return self.out_proj(self.ln(o + self.lepe(v)) * F.silu(gate))
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, tables: AxialTables | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AxialTables | None) -> Tensor:
         if self.mixer == "linear":
             return plain_attention(q, k, v, self.spec, tables)
-        q, k, v = (upcast(y).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if tables is not None:
             q, k = rotate(q, tables), rotate(k, tables)
         return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)

@@ -141,7 +141,7 @@ class RecallTask:
 
 RECALL_TASKS = {
     "mqar": RecallTask(associative_recall, 16, length=32, vocab_size=24, num_steps=800),
-    "needle": RecallTask(needle, 12, length=32, vocab_size=24, num_steps=500),
-    "induction": RecallTask(induction, 8, length=24, vocab_size=12, num_steps=2000),
-    "copy": RecallTask(copying, 8, length=24, vocab_size=12, num_steps=2000),
+    "needle": RecallTask(needle, 12, length=32, vocab_size=24, num_steps=400),
+    "induction": RecallTask(induction, 8, length=24, vocab_size=12, num_steps=1500),
+    "copy": RecallTask(copying, 8, length=24, vocab_size=12, num_steps=1200),
 }

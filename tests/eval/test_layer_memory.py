@@ -22,13 +22,23 @@ from nalaformer_hf.eval.layer_memory import (
 from nalaformer_hf.training.errors import ConfigError
 
 
-@pytest.mark.parametrize(("form", "written_out", "grid"), [(LINEAR, LINEAR_PLAIN, 12), (SDPA, SOFTMAX, 12)])
+@pytest.mark.parametrize(("form", "written_out", "grid"), [(LINEAR, LINEAR_PLAIN, 185), (SDPA, SOFTMAX, 12)])
 def test_both_forms_of_an_attention_agree(form, written_out, grid):
     y, expected = (layer_call(name, grid, training=False)() for name in (form, written_out))
     assert y.shape == (1, grid, grid, 64)
     torch.testing.assert_close(y, expected, rtol=0, atol=5e-6)
-    other = layer_call(SDPA if form == LINEAR else LINEAR, grid, training=False)()
-    assert (y - other).abs().max() > 1e-2
+
+
+def test_the_two_attentions_differ():
+    linear, softmax = (layer_call(form, 12, training=False)() for form in (LINEAR, SDPA))
+    assert (linear - softmax).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("form", [LINEAR, SDPA])
+def test_training_goes_backward_through_the_layer(form):
+    y = layer_call(form, 4, training=True)()
+    assert y.requires_grad
+    assert not layer_call(form, 4, training=False)().requires_grad
 
 
 def test_a_probe_sees_the_matrix_of_weights():
