@@ -45,9 +45,11 @@ class WrittenOut(NaLaVisionAttention):
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same."""
         q, k, v, gate = self.qkvg(hidden_states).chunk(4, dim=-1)
-        heads = (x.flatten(1, 2).unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
-        o = self._attend(*heads, tables).reshape(v.shape)
-        return self.out_proj(self.ln(o + self.lepe(v)) * F.silu(gate))
+        assert self.lepe is not None
+        lepe = self.lepe(v)
+        q, k, v = (x.flatten(1, 2).unflatten(-1, (self.num_heads, -1)) for x in (q, k, v))
+        o = self._attend(q, k, v, tables).reshape(lepe.shape)
+        return self.out_proj(self.ln(o + lepe) * F.silu(gate))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tables: AxialTables | None) -> Tensor:
         if self.mixer == "linear":

@@ -137,7 +137,7 @@ def _load(auto_class: Any, model_dir: str) -> Any:
         raise ConfigError(f"--model {model_dir}: {error}") from error
 
 
-def _layers(model: nn.Module, kind: type) -> list[Any]:
+def _layers(model: Any, kind: type) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, kind)]
     if not layers:
         raise ConfigError(f"--model must have NaLa layers, got one of type {model.config.model_type}")
