@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from tolerances import TOLERANCES, assert_close_rows
 
 from nalaformer_hf import cli
 from nalaformer_hf.eval import layer_memory
@@ -26,7 +27,7 @@ from nalaformer_hf.training.errors import ConfigError
 def test_both_forms_of_an_attention_agree(form, written_out, grid):
     y, expected = (layer_call(name, grid, training=False)() for name in (form, written_out))
     assert y.shape == (1, grid, grid, 64)
-    torch.testing.assert_close(y, expected, rtol=0, atol=5e-6)
+    assert_close_rows(y, expected, TOLERANCES["polarity", torch.float32][0])
 
 
 def test_the_two_attentions_differ():

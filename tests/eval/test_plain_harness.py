@@ -14,6 +14,7 @@ import pytest
 import torch
 from eval_models import make_tokenizer, phrase, tiny_model
 from lm_eval.__main__ import cli_evaluate
+from tolerances import LOGLIKELIHOOD
 
 from nalaformer_hf import NaLaForCausalLM, cli
 from nalaformer_hf.eval.local_tasks import write_local_tasks
@@ -23,7 +24,6 @@ PAGES = {
     " = Stones = \n\n the stone , under a river . \n": " = Stones =\n\nthe stone, under a river.\n",
     " = Clouds = \n the cloud walks @-@ over": " = Clouds =\nthe cloud walks-over",
 }
-LOGLIKELIHOOD = 1e-4  # what scores may differ by in fp32
 # Where lm-eval looks for its own definitions; reading all of them takes ten seconds, and ours include theirs.
 DEFAULTS = "lm_eval.tasks.manager.__file__"
 # lm-eval's own command, where the package cannot be imported.
