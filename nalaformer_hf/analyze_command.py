@@ -104,7 +104,11 @@ def _add_sweep(kinds: argparse._SubParsersAction) -> None:
         " then for all α at λ = 3 and τ = 0.5. Points with λτ < 1 are excluded, and listed.",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="continued if it is there")
-    for name, default in (("powers", [1, 2, 3, 4]), ("taus", [0.25, 0.5, 1]), ("gains", [1, 5, 20, 100])):
+    for name, default in (
+        ("powers", [1.0, 2.0, 3.0, 4.0]),
+        ("taus", [0.25, 0.5, 1.0]),
+        ("gains", [1.0, 5.0, 20.0, 100.0]),
+    ):
         parser.add_argument(f"--{name}", nargs="+", type=float, default=default, metavar="X")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--steps", type=int, metavar="N", help="of each training")
