@@ -1,25 +1,22 @@
 """The console command `nalaformer`: each sub-command parses its arguments and calls what does the work."""
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nalaformer_hf import __version__
+from nalaformer_hf.analyze_command import add_analyze
+from nalaformer_hf.console import need as _need
+from nalaformer_hf.console import say as _say
+from nalaformer_hf.console import write as _write
 from nalaformer_hf.training.errors import ConfigError
 
 if TYPE_CHECKING:
     from nalaformer_hf.training.runs import RunResult
 
 INTERRUPTED = 130
-# Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
-EXTRAS = {
-    "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
-    "eval": ("lm_eval", "matplotlib"),
-    "vision": ("PIL", "sklearn", "timm", "torchvision"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_train,
         _add_generate,
         _add_eval,
-        _add_analyze,
+        add_analyze,
         _add_demo,
         _add_presets,
         _add_convert,
@@ -180,7 +177,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         "--models", nargs="+", metavar="MODEL", help="of linear, gated_delta, '1 + ELU', softmax"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
-    parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each training")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each training, instead of the task's own")
     parser.set_defaults(run=_eval_recall)
     parser = kinds.add_parser("table", help="compare result files of lm-eval with the published rows")
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
@@ -227,11 +224,11 @@ def _eval_data(arguments: argparse.Namespace) -> int:
 
 def _eval_recall(arguments: argparse.Namespace) -> int:
     _need("train")
-    from nalaformer_hf.eval.recall import RecallSettings, run_recall, to_markdown
+    from nalaformer_hf.eval.recall import run_recall, to_markdown
 
     chosen = {name: getattr(arguments, name) for name in ("tasks", "models") if getattr(arguments, name)}
-    settings = RecallSettings(num_steps=arguments.steps)
-    runs = run_recall(arguments.output, seeds=arguments.seeds, settings=settings, **chosen)
+    overrides = {} if arguments.steps is None else {"num_steps": arguments.steps}
+    runs = run_recall(arguments.output, seeds=arguments.seeds, overrides=overrides, **chosen)
     _write(to_markdown(runs))
     return 0
 
@@ -263,77 +260,6 @@ def _eval_image(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         scores.write(arguments.output)
     _write(f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%} of {scores.num_images:,} images\n")
-    return 0
-
-
-def _add_analyze(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "analyze", help="test a claim of the paper; docs/claims.md has what came out"
-    )
-    kinds = parser.add_subparsers(required=True, metavar="CLAIM")
-    parser = kinds.add_parser("entropy", help="attention entropy against the norms of queries and keys")
-    parser.add_argument("--model", required=True, metavar="DIR", help="a NaLa language model")
-    _add_analysis_options(parser)
-    parser.set_defaults(run=_analyze_entropy)
-    parser = kinds.add_parser("norm", help="how much of the query norm the power still sees")
-    parser.add_argument(
-        "--model", required=True, nargs="+", metavar="DIR", help="models, or a run's checkpoints"
-    )
-    _add_analysis_options(parser)
-    parser.set_defaults(run=_analyze_norm)
-    for name, text in (
-        ("limit", "distance of the cosine form from the polarity form"),
-        ("rotary", "sign and row sums of weights with rotary in the numerator"),
-    ):
-        parser = kinds.add_parser(name, help=text)
-        parser.set_defaults(run=_analyze_weights, claim=name)
-
-
-def _add_analysis_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=Path, default=Path(argparse.__file__), metavar="FILE")
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="how many to read of it")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-
-
-def _analyze_entropy(arguments: argparse.Namespace) -> int:
-    _need("train")
-    from nalaformer_hf.eval import norm_analysis
-
-    text = _read_text(arguments)
-    layers = norm_analysis.read_queries(arguments.model, text, arguments.tokens)
-    rows, points = norm_analysis.entropy_rows(layers)
-    norm_analysis.write_csv(rows, arguments.output / "entropy.csv")
-    norm_analysis.draw_entropy(points, arguments.output / "entropy.png")
-    _write(norm_analysis.summarise_entropy(rows))
-    return 0
-
-
-def _analyze_norm(arguments: argparse.Namespace) -> int:
-    from nalaformer_hf.eval import norm_analysis
-
-    text, rows = _read_text(arguments), []
-    for model in arguments.model:
-        layers = norm_analysis.read_queries(model, text, arguments.tokens)
-        rows.extend(norm_analysis.norm_rows(model, layers))
-    norm_analysis.write_csv(rows, arguments.output / "norm.csv")
-    _write(norm_analysis.to_markdown(rows))
-    return 0
-
-
-def _read_text(arguments: argparse.Namespace) -> str:
-    """The text to analyze, read when there is a folder for the result."""
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    try:
-        return arguments.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--text must be a UTF-8 text, got {arguments.text}: {error}") from error
-
-
-def _analyze_weights(arguments: argparse.Namespace) -> int:
-    from nalaformer_hf.eval import attention_weights, norm_analysis
-
-    claims = {"limit": attention_weights.polarity_limit, "rotary": attention_weights.rotary_weights}
-    _write(norm_analysis.to_markdown(list(claims[arguments.claim]())))
     return 0
 
 
@@ -445,26 +371,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from nalaformer_hf.doctor import run_doctor
 
     return 0 if run_doctor(_write) else 1
-
-
-def _need(extra: str) -> None:
-    """Say in a sentence which extra is not installed."""
-    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"this command needs {', '.join(missing)}, which are not installed:"
-            f" pip install 'nalaformer-hf[{extra}]'"
-        )
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _say(message: str, status: int) -> int:
-    sys.stderr.write(f"{message}\n")
-    return status
 
 
 if __name__ == "__main__":

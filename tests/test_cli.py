@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from nalaformer_hf import NaLaConfig, NaLaForImageClassification, NaLaVisionConfig, __version__, cli
+from nalaformer_hf import NaLaConfig, NaLaForImageClassification, NaLaVisionConfig, __version__, cli, console
 from nalaformer_hf.generation import cache_bytes, load, stream
 from nalaformer_hf.training.tokenizer import train_tokenizer
 from nalaformer_hf.training.trainer import LMTrainer
@@ -252,7 +252,7 @@ def test_the_model_is_checked_before_data_are_read(broken, model, message, capsy
 
 @pytest.mark.parametrize(("command", "extra"), [(["train", "lm"], "train"), (["demo"], "eval")])
 def test_missing_extra_is_named(command, extra, capsys, monkeypatch):
-    monkeypatch.setitem(cli.EXTRAS, extra, ("no_such_module",))
+    monkeypatch.setitem(console.EXTRAS, extra, ("no_such_module",))
     assert cli.main(command) == 1
     printed = capsys.readouterr().err
     assert "no_such_module" in printed

@@ -10,6 +10,9 @@ from torch import Tensor
 # Two orders of the same sum in float64.
 EXACT = 1e-10
 
+# Log-likelihoods of one request in fp32, read in other pieces or beside other requests: absolute, in nats.
+LOGLIKELIHOOD = 1e-4
+
 # (form, dtype of q, k and v): tolerance of the outputs, of the gradients.
 TOLERANCES = {
     ("cosine", torch.float32): (3e-6, 2e-5),

@@ -18,12 +18,12 @@ ROTARY_THETA = 10_000.0
 
 
 def nala_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Weights of the causal attention: its output for the unit vectors as values.
+    """Weights of the attention: its output for the unit vectors as values.
 
     Args:
         q: Queries (B, T, H, D).
         k: Keys, same shape.
-        **options: As for `nala_attention`: the form and its constants, rotary tables.
+        **options: As for `nala_attention`: the form and its constants, rotary tables, `causal`.
 
     Returns:
         (B, H, T, T), each row the weights of one query.
@@ -34,32 +34,36 @@ def nala_weights(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     return nala_attention(q, k, v, backend="reference", **options)[0].transpose(1, 2)
 
 
-def softmax_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Weights of causal softmax attention, scaled by D^-½.
+def softmax_weights(q: Tensor, k: Tensor, *, causal: bool = True) -> Tensor:
+    """Weights of softmax attention, scaled by D^-½.
 
     Args:
         q: Queries (B, T, H, D).
         k: Keys, same shape.
+        causal: Whether a query sees the keys up to its own only.
 
     Returns:
         (B, H, T, T).
     """
     scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
-    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1)
 
 
-def relative_entropy(weights: Tensor) -> Tensor:
+def relative_entropy(weights: Tensor, *, causal: bool = True) -> Tensor:
     """Entropy of each row that sums to 1, relative to that of equal weights: 0 at one key, 1 at all alike.
 
     Args:
-        weights: (B, H, T, T), causal, not negative.
+        weights: (B, H, T, T), not negative.
+        causal: Whether row t has t keys; else each has T.
 
     Returns:
-        (B, H, T); the first row, which has one key, is 0.
+        (B, H, T); a row that has one key is 0.
     """
     entropy = -torch.xlogy(weights, weights).sum(-1)
-    largest = torch.arange(1, weights.shape[-1] + 1, dtype=weights.dtype, device=weights.device).log()
+    num_keys = torch.arange(1, weights.shape[-1] + 1, dtype=weights.dtype, device=weights.device)
+    largest = (num_keys if causal else num_keys[-1]).log()
     return entropy / largest.clamp_min(torch.finfo(weights.dtype).tiny)
 
 

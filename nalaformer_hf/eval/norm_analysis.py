@@ -4,6 +4,7 @@ Letters in shapes: B batch, T tokens, H heads, D head dim.
 """
 
 import csv
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,8 @@ import torch
 from torch import Tensor
 
 from nalaformer_hf.eval.attention_weights import nala_weights, relative_entropy, softmax_weights
-from nalaformer_hf.generation import load
-from nalaformer_hf.modeling.attention_nala import NaLaAttention
-from nalaformer_hf.training.errors import ConfigError
+from nalaformer_hf.eval.queries import MIN_KEYS, LayerQueries
 
-# Rows with fewer keys say little about entropy.
-MIN_KEYS = 16
 QUANTILES = (0.05, 0.5, 0.95)
 FORMS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
@@ -31,108 +28,88 @@ FORMS: dict[str, dict[str, Any] | None] = {
 Row = dict[str, Any]
 
 
-def read_queries(model_dir: str, text: str, num_tokens: int) -> list[tuple[NaLaAttention, Tensor, Tensor]]:
-    """Run a model over a text and keep the queries and keys of its NaLa layers, after the convolution.
-
-    Args:
-        model_dir: Folder or Hub name of a NaLa language model.
-        text: The text.
-        num_tokens: Tokens of it to read.
-
-    Returns:
-        For each NaLa layer: itself, queries and keys (1, T, H, D).
-
-    Raises:
-        ConfigError: The model cannot be loaded or has no NaLa layers, or the text is too short.
-    """
-    if num_tokens <= MIN_KEYS:
-        raise ConfigError(f"--tokens must be more than {MIN_KEYS}, got {num_tokens}")
-    model, tokenizer = load(model_dir)
-    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :num_tokens]
-    layers = [module for module in model.modules() if isinstance(module, NaLaAttention)]
-    if not layers:
-        raise ConfigError(f"--model must have NaLa layers, got one of type {model.config.model_type}")
-    if ids.shape[1] <= MIN_KEYS:
-        raise ConfigError(f"--text must have more than {MIN_KEYS} tokens, got {ids.shape[1]}")
-    kept: dict[str, list[Tensor]] = {"q": [], "k": []}
-    for layer in layers:
-        for name, outputs in kept.items():
-            source = f"{name}_conv1d" if layer.config.use_short_conv else f"{name}_proj"
-            getattr(layer, source).register_forward_hook(
-                lambda *args, outputs=outputs: outputs.append(args[-1])
-            )
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    return [
-        (layer, q.unflatten(-1, (layer.num_heads, -1)), k.unflatten(-1, (layer.num_heads, -1)))
-        for layer, q, k in zip(layers, kept["q"], kept["k"], strict=True)
-    ]
-
-
-def entropy_rows(layers: Sequence[tuple[NaLaAttention, Tensor, Tensor]]) -> tuple[list[Row], dict[str, Any]]:
+def entropy_rows(layers: Sequence[LayerQueries]) -> tuple[list[Row], dict[str, Any]]:
     """Correlate the entropy of attention rows with the norms of their query and keys.
 
     Each form attends with the same queries and keys; NaLa's constants are the model's own, and there is no
     rotary. The entropy is relative to that of equal weights. A row's key norm is the mean over its keys.
 
     Args:
-        layers: What `read_queries` returned.
+        layers: What `read_text_queries` or `read_image_queries` returned.
 
     Returns:
-        A row per layer, head and form with Pearson's coefficients, and for each form the norms and entropies.
+        A row per layer, head and form with Pearson's coefficients over the rows of all texts or images, and
+        for each form the norms and entropies.
     """
     rows, points = [], {form: ([], []) for form in FORMS}
-    for layer, q, k in layers:
-        q_norm, k_norm = (x.norm(dim=-1)[0].T for x in (q, k))  # (H, T)
-        seen = k_norm.cumsum(1) / torch.arange(1, k_norm.shape[1] + 1)
+    for layer in layers:
+        q_norm, k_norm = layer.q.norm(dim=-1), layer.k.norm(dim=-1)  # (B, T, H)
+        seen = _mean_of_seen(k_norm, layer.causal)
+        first = MIN_KEYS if layer.causal else 0
         for form, options in FORMS.items():
-            entropy = relative_entropy(_weights(layer, q, k, options))[0]
-            for head in range(layer.num_heads):
-                norms, values = q_norm[head, MIN_KEYS:], entropy[head, MIN_KEYS:]
+            entropy = _entropy(layer, options)
+            for head in range(layer.q.shape[2]):
+                norms, keys, values = (x[:, first:, head].flatten() for x in (q_norm, seen, entropy))
                 points[form][0].extend(norms.tolist())
                 points[form][1].extend(values.tolist())
                 rows.append(
                     {
-                        "layer": layer.layer_idx,
+                        "layer": layer.layer,
                         "head": head,
                         "form": form,
                         "correlation_with_query_norm": _correlation(norms, values),
-                        "correlation_with_key_norm": _correlation(seen[head, MIN_KEYS:], values),
+                        "correlation_with_key_norm": _correlation(keys, values),
                         "mean_entropy": float(values.mean()),
                         "mean_query_norm": float(norms.mean()),
-                        "mean_key_norm": float(k_norm[head].mean()),
+                        "mean_key_norm": float(k_norm[..., head].mean()),
                     }
                 )
     return rows, points
 
 
-def _weights(layer: NaLaAttention, q: Tensor, k: Tensor, options: Mapping[str, Any] | None) -> Tensor:
-    if options is None:
-        return softmax_weights(q, k)
-    spec = layer.spec
-    own = {"power": spec.power, "tau": spec.tau, "gain": spec.gain, "norm_scale": spec.norm_scale}
-    return nala_weights(q, k, **(own | dict(options)))
+def _mean_of_seen(k_norm: Tensor, causal: bool) -> Tensor:
+    """For each row the mean norm of its keys, (B, T, H)."""
+    if not causal:
+        return k_norm.mean(1, keepdim=True).expand_as(k_norm)
+    return k_norm.cumsum(1) / torch.arange(1, k_norm.shape[1] + 1).unsqueeze(-1)
+
+
+def _entropy(layer: LayerQueries, options: Mapping[str, Any] | None) -> Tensor:
+    """(B, T, H), one text or image at a time: the weights are large."""
+    parts = []
+    for q, k in zip(layer.q.split(1), layer.k.split(1), strict=True):
+        if options is None:
+            weights = softmax_weights(q, k, causal=layer.causal)
+        else:
+            spec = layer.spec
+            own = {"power": spec.power, "tau": spec.tau, "gain": spec.gain, "norm_scale": spec.norm_scale}
+            own |= {"causal": layer.causal, "eps": torch.finfo(q.dtype).tiny}  # rows must sum to 1
+            weights = nala_weights(q, k, **(own | dict(options)))
+        parts.append(relative_entropy(weights, causal=layer.causal).transpose(1, 2))
+    return torch.cat(parts)
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's coefficient."""
+    """Pearson's coefficient; NaN where x is one number up to rounding, as the key norm of a single image."""
+    if x.std() <= 1e-6 * x.abs().max():
+        return math.nan
     return float(torch.corrcoef(torch.stack((x, y)))[0, 1])
 
 
-def norm_rows(name: str, layers: Sequence[tuple[NaLaAttention, Tensor, Tensor]]) -> Iterator[Row]:
+def norm_rows(name: str, layers: Sequence[LayerQueries]) -> Iterator[Row]:
     """Yield the distribution of tanh(s ||q||) per layer, for s = 1 and D^-½: where it is 1, p is constant.
 
     Args:
         name: Of the checkpoint.
-        layers: What `read_queries` returned for it.
+        layers: What `read_text_queries` or `read_image_queries` returned for it.
 
     Yields:
         The checkpoint, layer, scale s, quantiles of ||q|| and of tanh(s ||q||), and whether s is the model's.
     """
-    for layer, q, _ in layers:
-        norms = q.norm(dim=-1).flatten()
-        for label, scale in (("1", 1.0), ("rsqrt_dim", q.shape[-1] ** -0.5)):
-            row: Row = {"checkpoint": name, "layer": layer.layer_idx, "norm_scale": label}
+    for layer in layers:
+        norms = layer.q.norm(dim=-1).flatten()
+        for label, scale in (("1", 1.0), ("rsqrt_dim", layer.q.shape[-1] ** -0.5)):
+            row: Row = {"checkpoint": name, "layer": layer.layer, "norm_scale": label}
             row["is_the_models"] = layer.spec.norm_scale == scale
             for quantile in QUANTILES:
                 row[f"norm_{quantile}"] = float(norms.quantile(quantile))

@@ -1,18 +1,18 @@
 """`nalaformer eval recall`: small models of one size learn to recall, and are asked beyond their length."""
 
 import json
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.recall_tasks import IGNORED, RECALL_TASKS
+from nalaformer_hf.eval.small_runs import add_run, read_runs, spread, train
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.models import count_parameters, match_size
 from nalaformer_hf.training.settings import check_known
@@ -24,7 +24,6 @@ MODELS: dict[str, dict[str, Any] | None] = {
     "1 + ELU": {"mixer": "linear", "feature_form": "elu"},
     "softmax": None,
 }
-RESULTS_FILE = "results.jsonl"
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -43,10 +42,10 @@ class RecallSettings:
 
     Args:
         num_steps: Optimizer steps.
-        batch_size: Sequences a step, all of one length between the task's least and `length`.
         length: Longest sequence of the training.
-        factors: Lengths to ask at, as multiples of it.
         vocab_size: Number of tokens.
+        batch_size: Sequences a step, all of one length between the task's least and `length`.
+        factors: Lengths to ask at, as multiples of it.
         learning_rate: Peak, after a warm-up of a tenth of the steps; then a cosine to a tenth of it.
         num_asked: Sequences to ask at each length.
 
@@ -54,18 +53,25 @@ class RecallSettings:
         ConfigError: A number is not positive.
     """
 
-    num_steps: int = 600
+    num_steps: int
+    length: int
+    vocab_size: int
     batch_size: int = 64
-    length: int = 48
     factors: tuple[int, ...] = (1, 2, 4)
-    vocab_size: int = 32
-    learning_rate: float = 5e-3
+    learning_rate: float = 3e-3
     num_asked: int = 256
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if min(value if isinstance(value, tuple) else (value,)) <= 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
+
+
+def settings_of(task: str, **overrides: Any) -> RecallSettings:
+    """The task's own settings, with other values for some."""
+    own = RECALL_TASKS[task]
+    sizes = {name: getattr(own, name) for name in ("num_steps", "length", "vocab_size")}
+    return RecallSettings(**(sizes | overrides))
 
 
 class _Sequences(IterableDataset):
@@ -89,7 +95,7 @@ def run_recall(
     tasks: Sequence[str] = tuple(RECALL_TASKS),
     models: Sequence[str] = tuple(MODELS),
     seeds: Sequence[int] = (0, 1, 2),
-    settings: RecallSettings | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Train and ask each model on each task and seed; what stands in the folder is not done again.
 
@@ -98,7 +104,7 @@ def run_recall(
         tasks: Of `RECALL_TASKS`.
         models: Of `MODELS`.
         seeds: Of the weights and the training sequences; all are asked the same.
-        settings: Sizes; None takes the defaults.
+        overrides: Fields of `RecallSettings` that all tasks have other values for than their own.
 
     Returns:
         All runs of the folder.
@@ -107,31 +113,23 @@ def run_recall(
         ConfigError: There is no such task or model, a seed is out of range, or the folder has runs with
             other settings.
     """
-    settings = settings or RecallSettings()
     if not all(0 <= seed < 2**32 for seed in seeds):
         raise ConfigError(f"seeds must be between 0 and 2**32 - 1, got {list(seeds)}")
     check_known("task ", tasks, RECALL_TASKS)
     check_known("model ", models, MODELS)
-    path = output_dir / RESULTS_FILE
-    done = read_runs(path)
-    wanted = json.loads(json.dumps(asdict(settings)))
-    if any(run["settings"] != wanted for run in done):
-        raise ConfigError(f"{path} has runs with other settings than {wanted}")
+    settings = {task: settings_of(task, **(overrides or {})) for task in RECALL_TASKS}
+    wanted = {task: json.loads(json.dumps(asdict(settings[task]))) for task in RECALL_TASKS}
+    done = read_runs(output_dir, lambda run: wanted[run["task"]])
     output_dir.mkdir(parents=True, exist_ok=True)
     keys = {(run["task"], run["model"], run["seed"]) for run in done}
     for seed in seeds:
         for task in tasks:
             for model in models:
                 if (task, model, seed) not in keys:
-                    done.append(_run(task, model, seed, settings, output_dir) | {"settings": wanted})
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(done[-1]) + "\n")
+                    run = _run(task, model, seed, settings[task], output_dir)
+                    done.append(run | {"settings": wanted[task]})
+                    add_run(output_dir, done[-1])
     return done
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Read the finished runs of a results file; none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def model_config(model: str, settings: RecallSettings) -> PreTrainedConfig:
@@ -151,7 +149,15 @@ def _run(task: str, name: str, seed: int, settings: RecallSettings, output_dir: 
     """One training and its answers."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(model_config(name, settings))
-    _train(model, _Sequences(task, settings, seed), settings, seed, output_dir)
+    train(
+        model,
+        _Sequences(task, settings, seed),
+        num_steps=settings.num_steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        seed=seed,
+        output_dir=output_dir,
+    )
     accuracy = {
         str(factor * settings.length): _accuracy(model, task, factor * settings.length, settings)
         for factor in settings.factors
@@ -163,26 +169,6 @@ def _run(task: str, name: str, seed: int, settings: RecallSettings, output_dir: 
         "num_parameters": model.num_parameters(),
         "accuracy": accuracy,
     }
-
-
-def _train(model: Any, data: _Sequences, settings: RecallSettings, seed: int, output_dir: Path) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(output_dir),
-        max_steps=settings.num_steps,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=0.1,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        seed=seed,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
 @torch.no_grad()
@@ -216,14 +202,8 @@ def to_markdown(runs: Sequence[dict[str, Any]]) -> str:
         lines += ["|---" * (len(lengths) + 3) + "|"]
         for model in dict.fromkeys(run["model"] for run in of_task):
             of_model = [run for run in of_task if run["model"] == model]
-            cells = [_spread([100 * run["accuracy"][length] for run in of_model]) for length in lengths]
+            cells = [spread([100 * run["accuracy"][length] for run in of_model]) for length in lengths]
             size = of_model[0]["num_parameters"]
             lines += [f"| {model} | {size:,} | {len(of_model)} | {' | '.join(cells)} |"]
         lines += [""]
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation, which one value does not have."""
-    mean = f"{statistics.mean(values):.1f}"
-    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean

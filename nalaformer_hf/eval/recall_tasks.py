@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def associative_recall(
-    batch: int, length: int, vocab_size: int, generator: torch.Generator, num_pairs: int = 6
+    batch: int, length: int, vocab_size: int, generator: torch.Generator, num_pairs: int = 4
 ) -> Batch:
     """Multi-query associative recall (Zoology, arXiv 2312.04927).
 
@@ -122,15 +122,26 @@ def _labels(ids: Tensor, start: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RecallTask:
-    """A rule for sequences, and the shortest length that it fits in."""
+    """A rule for sequences, and a size at which small models find it in minutes.
+
+    Args:
+        make: The rule: batch, length, vocabulary and source of chance to tokens and labels.
+        min_length: The shortest length that it fits in.
+        length: The longest one in training.
+        vocab_size: Number of tokens.
+        num_steps: Optimizer steps.
+    """
 
     make: Callable[[int, int, int, torch.Generator], Batch]
     min_length: int
+    length: int
+    vocab_size: int
+    num_steps: int
 
 
 RECALL_TASKS = {
-    "mqar": RecallTask(associative_recall, 24),
-    "needle": RecallTask(needle, 12),
-    "induction": RecallTask(induction, 8),
-    "copy": RecallTask(copying, 8),
+    "mqar": RecallTask(associative_recall, 16, length=32, vocab_size=24, num_steps=800),
+    "needle": RecallTask(needle, 12, length=32, vocab_size=24, num_steps=400),
+    "induction": RecallTask(induction, 8, length=24, vocab_size=12, num_steps=1500),
+    "copy": RecallTask(copying, 8, length=24, vocab_size=12, num_steps=1200),
 }

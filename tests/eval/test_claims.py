@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from eval_models import make_tokenizer, tiny_model
+from transformers import AutoImageProcessor
 
-from nalaformer_hf import cli
+from nalaformer_hf import NaLaForImageClassification, NaLaVisionConfig, cli
 from nalaformer_hf.eval.attention_weights import (
     GAINS,
     nala_weights,
@@ -16,7 +17,12 @@ from nalaformer_hf.eval.attention_weights import (
     rotary_weights,
     softmax_weights,
 )
+from nalaformer_hf.eval.norm_analysis import entropy_rows
+from nalaformer_hf.eval.queries import LayerQueries, choose_images, read_image_queries
+from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
+from nalaformer_hf.modeling.vision_attention_nala import NaLaVisionAttention
 from nalaformer_hf.ops import nala_attention, nala_feature_maps
+from nalaformer_hf.training.image_batches import PreparedImages, make_processor
 
 
 def normal(seed: int, length: int = 24, head_dim: int = 8) -> torch.Tensor:
@@ -41,6 +47,25 @@ def test_nala_weights_are_those_of_the_attention(form):
     phi_q, phi_k = nala_feature_maps(q, k, form=form)
     products = torch.einsum("bthf,bshf->bhts", phi_q, phi_k).tril()
     assert torch.allclose(weights, products / products.sum(-1, keepdim=True), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["cosine", "polarity", "elu"])
+def test_bidirectional_weights_are_those_of_the_attention(form):
+    q, k, v = normal(0), normal(1), normal(2)
+    weights = nala_weights(q, k, form=form, causal=False)
+    o = torch.einsum("bhts,bshv->bthv", weights, v)
+    expected, _ = nala_attention(q, k, v, form=form, causal=False, backend="torch")
+    assert torch.allclose(o, expected, rtol=1e-10)
+
+
+def test_bidirectional_rows_see_all_keys():
+    q, k = normal(0), normal(1)
+    weights = softmax_weights(q, k, causal=False)
+    assert torch.allclose(weights, (torch.einsum("bthd,bshd->bhts", q, k) * 8**-0.5).softmax(-1))
+    assert torch.allclose(softmax_weights(q, k)[:, :, -1], weights[:, :, -1])
+    equal = torch.full((1, 1, 4, 4), 0.25, dtype=torch.float64)
+    assert relative_entropy(equal, causal=False).flatten().tolist() == pytest.approx([1, 1, 1, 1])
+    assert relative_entropy(equal)[0, 0, 0] > 1
 
 
 def test_softmax_weights_sharpen_with_the_query_norm():
@@ -106,6 +131,87 @@ def test_norm_command_compares_checkpoints_and_scales(checkpoint, tmp_path, caps
         assert float(row["tanh_0.5"]) == pytest.approx(math.tanh(scale * float(row["norm_0.5"])), rel=1e-3)
         assert row["is_the_models"] == str(row["norm_scale"] == "rsqrt_dim")
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+@pytest.fixture
+def vision_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    config = NaLaVisionConfig(
+        num_channels=1,
+        image_size=32,
+        hidden_sizes=[16, 32],
+        depths=[2, 1],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2.0, 2.0],
+        mixers=["linear", "softmax"],
+        layer_scale_init_values=None,
+        num_labels=10,
+    )
+    NaLaForImageClassification(config).save_pretrained(tmp_path / "vision")
+    make_processor(32, 1, 1.0).save_pretrained(tmp_path / "vision")
+    return str(tmp_path / "vision")
+
+
+def test_queries_of_images_are_those_of_the_layers(vision_checkpoint):
+    images = choose_images("digits", "test", 3)
+    layers = read_image_queries(vision_checkpoint, images)
+    assert [(layer.layer, layer.causal, layer.q.shape) for layer in layers] == [
+        (0, False, (3, 64, 1, 16)),
+        (1, False, (3, 64, 1, 16)),
+    ]
+    model = NaLaForImageClassification.from_pretrained(vision_checkpoint).eval()
+    attention = next(module for module in model.modules() if isinstance(module, NaLaVisionAttention))
+    seen = []
+    attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    prepared = PreparedImages(images, AutoImageProcessor.from_pretrained(vision_checkpoint), 1)
+    with torch.no_grad():
+        model(pixel_values=torch.stack([prepared[i]["pixel_values"] for i in range(3)]))
+        q, k = attention.qkvg(seen[0]).flatten(1, 2).split(16, dim=-1)[:2]
+    assert torch.equal(layers[0].q[:, :, 0], q)
+    assert torch.equal(layers[0].k[:, :, 0], k)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_entropy_rows_find_a_planted_correlation(causal):
+    """Queries of one direction that differ in length only: softmax sharpens with it, 1 + ELU hardly."""
+    k = normal(1, length=64).float()
+    q = torch.linspace(0.1, 9, 64)[torch.randperm(64)].view(1, 64, 1, 1) * normal(0, length=1).float()
+    layer = LayerQueries(0, FeatureSpec(), causal, q, k)
+    rows, points = entropy_rows([layer])
+    of_softmax = [row["correlation_with_query_norm"] for row in rows if row["form"] == "softmax"]
+    assert max(of_softmax) < (-0.5 if causal else -0.9)
+    assert len(points["softmax"][0]) == 2 * (48 if causal else 64)
+    key_norms = [row["correlation_with_key_norm"] for row in rows]
+    assert all(math.isfinite(value) for value in key_norms) == causal  # one image has one key norm
+
+
+def test_image_commands_write_their_figures(vision_checkpoint, tmp_path, capsys):
+    options = ["--images", "digits", "--num-images", "4", "--output", str(tmp_path / "out")]
+    assert cli.main(["analyze", "entropy", "--model", vision_checkpoint, *options]) == 0
+    with (tmp_path / "out" / "entropy.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 1 * 5  # linear layers, heads, forms
+    for row in rows:
+        assert -1 <= float(row["correlation_with_key_norm"]) <= 1
+        assert 0 < float(row["mean_entropy"]) <= 1
+    assert (tmp_path / "out" / "entropy.png").exists()
+    capsys.readouterr()
+    assert cli.main(["analyze", "norm", "--model", vision_checkpoint, vision_checkpoint, *options]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 2 * 2  # checkpoints, layers, scales
+
+
+def test_models_of_the_other_kind_are_refused(vision_checkpoint, checkpoint, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out")]
+    assert cli.main(["analyze", "norm", "--model", vision_checkpoint, *output]) == 1
+    assert f"--model {vision_checkpoint}: Unrecognized configuration class" in capsys.readouterr().err
+    assert cli.main(["analyze", "norm", "--model", str(checkpoint), "--images", "digits", *output]) == 1
+    assert f"--model {checkpoint}: Unrecognized configuration class" in capsys.readouterr().err
+    (checkpoint / "tokenizer.json").unlink()
+    assert cli.main(["analyze", "norm", "--model", str(checkpoint), *output]) == 1
+    assert "nalaformer: error:" in capsys.readouterr().err
+    command = ["analyze", "norm", "--model", vision_checkpoint, "--images", "digits", "--num-images", "0"]
+    assert cli.main([*command, *output]) == 1
+    assert "--num-images must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("claim", ["limit", "rotary"])

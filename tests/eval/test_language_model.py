@@ -8,6 +8,7 @@ from eval_models import VARIANTS, choice_requests, instances, make_tokenizer, ti
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tolerances import LOGLIKELIHOOD
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nalaformer_hf.eval import tree_scoring
@@ -17,7 +18,6 @@ from nalaformer_hf.eval.tree_scoring import TreeScorer
 from nalaformer_hf.generation import cache_bytes
 
 TOKENIZER = make_tokenizer()
-LOGLIKELIHOOD = 1e-4  # what scores may differ by in fp32
 
 
 def nala_lm(model, tokenizer=TOKENIZER, **arguments) -> NaLaLM:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nalaformer_hf import cli
-from nalaformer_hf.eval.recall import MODELS, RecallSettings, model_config, run_recall, to_markdown
+from nalaformer_hf.eval.recall import MODELS, model_config, run_recall, settings_of, to_markdown
 from nalaformer_hf.eval.recall_tasks import IGNORED, MARK, RECALL_TASKS, SEPARATOR
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.models import count_parameters
@@ -68,15 +68,15 @@ def test_sequences_follow_the_seed_and_differ(task):
 
 
 def test_models_are_of_one_size():
-    sizes = {name: count_parameters(model_config(name, RecallSettings())) for name in MODELS}
+    sizes = {name: count_parameters(model_config(name, settings_of("mqar"))) for name in MODELS}
     assert sizes["linear"] == sizes["1 + ELU"]
     assert sizes["softmax"] == pytest.approx(sizes["linear"], rel=0.03)
     assert sizes["gated_delta"] == pytest.approx(sizes["linear"], rel=0.03)
 
 
 def test_runs_are_kept_continued_and_tabulated(tmp_path):
-    settings = RecallSettings(num_steps=2, batch_size=4, length=24, factors=(1, 2), num_asked=8)
-    chosen = {"tasks": ["induction"], "models": ["linear", "softmax"], "settings": settings}
+    overrides = {"num_steps": 2, "batch_size": 4, "vocab_size": 32, "factors": (1, 2), "num_asked": 8}
+    chosen = {"tasks": ["induction"], "models": ["linear", "softmax"], "overrides": overrides}
     runs = run_recall(tmp_path, seeds=[0], **chosen)
     more = run_recall(tmp_path, seeds=[0, 1], **chosen)
     assert more[:2] == runs
@@ -92,13 +92,14 @@ def test_runs_are_kept_continued_and_tabulated(tmp_path):
     assert lines[0] == "| induction, tokens | parameters | seeds | 24 | 48 |"
     assert lines[2].startswith("| linear | 94,272 | 2 | ")
     with pytest.raises(ConfigError, match="has runs with other settings"):
-        run_recall(tmp_path, seeds=[0], **(chosen | {"settings": RecallSettings()}))
+        run_recall(tmp_path, seeds=[0], **(chosen | {"overrides": None}))
 
 
 def test_training_learns(tmp_path):
     """Induction over four letters is learnt in seconds, well above the quarter of guessing."""
-    settings = RecallSettings(num_steps=80, batch_size=32, length=12, factors=(1,), vocab_size=7)
-    (run,) = run_recall(tmp_path, tasks=["induction"], models=["linear"], seeds=[0], settings=settings)
+    sizes = {"num_steps": 80, "batch_size": 32, "length": 12, "factors": (1,), "vocab_size": 7}
+    overrides = sizes | {"learning_rate": 5e-3}
+    (run,) = run_recall(tmp_path, tasks=["induction"], models=["linear"], seeds=[0], overrides=overrides)
     assert run["accuracy"]["12"] > 0.5
 
 
@@ -113,11 +114,13 @@ def test_unknown_names_are_refused(tmp_path, change, message):
 
 def test_bad_settings_are_refused():
     with pytest.raises(ConfigError, match="num_steps must be positive, got 0"):
-        RecallSettings(num_steps=0)
+        settings_of("copy", num_steps=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
+        settings_of("copy", steps=3)
 
 
 def test_the_command_prints_the_table(tmp_path, capsys):
     command = ["eval", "recall", "--output", str(tmp_path), "--tasks", "copy", "--models", "linear"]
     assert cli.main([*command, "--seeds", "0", "--steps", "1"]) == 0
-    assert "| copy, tokens | parameters | seeds | 48 | 96 | 192 |" in capsys.readouterr().out
+    assert "| copy, tokens | parameters | seeds | 24 | 48 | 96 |" in capsys.readouterr().out
     assert json.loads((tmp_path / "results.jsonl").read_text())["settings"]["num_steps"] == 1

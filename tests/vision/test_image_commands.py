@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nalaformer_hf import cli
+from nalaformer_hf import cli, console
 
 
 def test_digits_are_trained_and_scored(tmp_path, capsys, monkeypatch):
@@ -50,6 +50,6 @@ def test_errors_are_a_sentence(capsys):
 
 @pytest.mark.parametrize("command", ["train image", "eval image --model x --data digits"])
 def test_missing_extra_is_named(command, capsys, monkeypatch):
-    monkeypatch.setitem(cli.EXTRAS, "vision", ("no_such_module",))
+    monkeypatch.setitem(console.EXTRAS, "vision", ("no_such_module",))
     assert cli.main(command.split()) == 1
     assert "pip install 'nalaformer-hf[vision]'" in capsys.readouterr().err
