@@ -65,8 +65,8 @@ def read_text_queries(model_dir: str, text: str, num_tokens: int) -> list[LayerQ
     """
     if not MIN_KEYS < num_tokens <= MAX_KEYS:
         raise ConfigError(f"--tokens must be from {MIN_KEYS + 1} to {MAX_KEYS}, got {num_tokens}")
-    tokenizer = load_pretrained(AutoTokenizer, model_dir, "a tokenizer")
     model = load_pretrained(AutoModelForCausalLM, model_dir, "a causal language model").eval()
+    tokenizer = load_pretrained(AutoTokenizer, model_dir, "a tokenizer")
     layers = _layers(model, NaLaAttention)
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :num_tokens]
     if ids.shape[1] <= MIN_KEYS:
@@ -115,8 +115,8 @@ def read_image_queries(model_dir: str, images: Dataset) -> list[LayerQueries]:
     """
     from nalaformer_hf.training.image_batches import PreparedImages, collate
 
-    processor = load_pretrained(AutoImageProcessor, model_dir, "an image processor")
     model = load_pretrained(AutoModelForImageClassification, model_dir, "an image classifier").eval()
+    processor = load_pretrained(AutoImageProcessor, model_dir, "an image processor")
     layers = [layer for layer in _layers(model, NaLaVisionAttention) if layer.mixer == "linear"]
     prepared = PreparedImages(images, processor, model.config.num_channels)
     pixel_values = collate([prepared[i] for i in range(len(prepared))])["pixel_values"]
