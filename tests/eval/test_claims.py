@@ -203,14 +203,9 @@ def test_image_commands_write_their_figures(vision_checkpoint, tmp_path, capsys)
 def test_models_of_the_other_kind_are_refused(vision_checkpoint, checkpoint, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert cli.main(["analyze", "norm", "--model", vision_checkpoint, *output]) == 1
-    assert (
-        f"a causal language model cannot be loaded from '{vision_checkpoint}': Unrecognized"
-        in capsys.readouterr().err
-    )
+    assert f"language model cannot be loaded from '{vision_checkpoint}': Unrec" in capsys.readouterr().err
     assert cli.main(["analyze", "norm", "--model", str(checkpoint), "--images", "digits", *output]) == 1
-    assert (
-        f"an image classifier cannot be loaded from '{checkpoint}': Unrecognized" in capsys.readouterr().err
-    )
+    assert f"classifier cannot be loaded from '{checkpoint}': Unrec" in capsys.readouterr().err
     (checkpoint / "tokenizer.json").unlink()
     assert cli.main(["analyze", "norm", "--model", str(checkpoint), *output]) == 1
     assert f"a tokenizer cannot be loaded from '{checkpoint}'" in capsys.readouterr().err
