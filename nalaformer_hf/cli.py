@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 # Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
+    "train": ("PIL", "accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
     "eval": ("lm_eval", "matplotlib"),
     "vision": ("PIL", "sklearn", "timm", "torchvision"),
 }
@@ -82,6 +82,15 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     _add_run_options(parser, "model.preset=xt data.source=photos train.output_dir=out augment.mixup=0.8")
     parser.set_defaults(run=_train_image)
+    parser = kinds.add_parser(
+        "lra",
+        help="train an encoder on a task of Long Range Arena",
+        description="Train an encoder on a task of Long Range Arena, and score it. Ctrl-C leaves a checkpoint"
+        " that --resume continues. Without --config the recipe of the task is taken.",
+    )
+    parser.add_argument("--task", metavar="TASK", help="listops, text, retrieval, image or pathfinder")
+    _add_run_options(parser, "model.attention=softmax train.seed=1 train.output_dir=out")
+    parser.set_defaults(run=_train_lra)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, example: str) -> None:
@@ -107,6 +116,17 @@ def _train_image(arguments: argparse.Namespace) -> int:
 
     result = train_image(load_image_config(arguments.config, arguments.overrides), resume=arguments.resume)
     return _say_result(result, f"{result.top1 or 0:.2%} of the held-out images right")
+
+
+def _train_lra(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.training.lra import train_lra
+    from nalaformer_hf.training.lra_config import load_lra_config
+
+    task = [] if arguments.task is None else [f"data.task={arguments.task}"]
+    config = load_lra_config(arguments.config or arguments.task, [*task, *arguments.overrides])
+    result = train_lra(config, resume=arguments.resume)
+    return _say_result(result, f"{result.accuracy or 0:.2%} of the test items right")
 
 
 def _say_result(result: "RunResult", figure: str) -> int:
@@ -186,6 +206,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.md and NAME.png")
     parser.set_defaults(run=_eval_table)
+    parser = kinds.add_parser("lra", help="tabulate runs of train lra beside the published rows")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="DIR", help="folders of finished runs")
+    parser.set_defaults(run=_eval_lra)
     _add_eval_image(kinds)
 
 
@@ -246,6 +269,14 @@ def _eval_table(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
         draw(rows, arguments.output.with_suffix(".png"))
+    return 0
+
+
+def _eval_lra(arguments: argparse.Namespace) -> int:
+    _need("train")
+    from nalaformer_hf.eval.lra_table import read_run, to_markdown
+
+    _write(to_markdown([read_run(folder) for folder in arguments.runs]))
     return 0
 
 

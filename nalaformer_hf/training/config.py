@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.sections import ModelSection, RunConfig, checked_train
-from nalaformer_hf.training.settings import checked, read_sections, require_at_least, require_one
+from nalaformer_hf.training.sections import ModelSection, RunConfig, read_run_config
+from nalaformer_hf.training.settings import require_at_least, require_one
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -110,6 +110,7 @@ class LMTrainConfig(RunConfig):
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
+    model: ModelSection
     data: DataSection
     tokenizer: TokenizerSection
 
@@ -156,6 +157,4 @@ def load_config(
         ConfigTypeError: A value of the wrong type.
     """
     sections = {"model": ModelSection, "data": DataSection, "tokenizer": TokenizerSection}
-    values = read_sections("lm", source, overrides, [*sections, "train"])
-    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
-    return LMTrainConfig(**parsed, train=checked_train(values["train"]))
+    return read_run_config("lm", LMTrainConfig, sections, source, overrides)

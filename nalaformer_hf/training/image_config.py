@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.sections import ModelSection, RunConfig, checked_train
-from nalaformer_hf.training.settings import checked, read_sections, require_at_least
+from nalaformer_hf.training.sections import ModelSection, RunConfig, read_run_config
+from nalaformer_hf.training.settings import require_at_least
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -145,6 +145,7 @@ class ImageTrainConfig(RunConfig):
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
+    model: ModelSection
     data: ImageDataSection
     augment: AugmentSection
     ema: EmaSection
@@ -152,9 +153,7 @@ class ImageTrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_accumulation("data.images_per_step", self.data.images_per_step)
-        for name, reason in _MUST_BE_FALSE.items():
-            if self.train.get(name):
-                raise ConfigError(f"train.{name} must be false: {reason}")
+        self._check_false(_MUST_BE_FALSE)
         size = self.train.get("per_device_train_batch_size", 8)
         if self.augment.mixes and size % 2:
             raise ConfigError(
@@ -190,6 +189,4 @@ def load_image_config(
         ConfigTypeError: A value of the wrong type.
     """
     sections = {"model": ModelSection, "data": ImageDataSection, "augment": AugmentSection, "ema": EmaSection}
-    values = read_sections("image", source, overrides, [*sections, "train"])
-    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
-    return ImageTrainConfig(**parsed, train=checked_train(values["train"]))
+    return read_run_config("image", ImageTrainConfig, sections, source, overrides)

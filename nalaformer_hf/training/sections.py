@@ -1,11 +1,12 @@
 """What every training run has: a model section, and the section of the Trainer's arguments."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.settings import checked, require_one
+from nalaformer_hf.training.settings import RecipeKind, checked, read_sections, require_one
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -50,11 +51,11 @@ class RunConfig:
     """What the configurations of all runs share.
 
     Args:
-        model: The model section.
+        model: The model section, of a class of the run's own.
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
-    model: ModelSection
+    model: Any
     train: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -88,13 +89,39 @@ class RunConfig:
         if wanted is not None and "gradient_accumulation_steps" in self.train:
             raise ConfigError(f"{name} already determines train.gradient_accumulation_steps")
 
+    def _check_false(self, reasons: Mapping[str, str]) -> None:
+        """Refuse arguments of the Trainer that would spoil a run, each with the reason."""
+        for name, reason in reasons.items():
+            if self.train.get(name):
+                raise ConfigError(f"train.{name} must be false: {reason}")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain containers."""
         return dataclasses.asdict(self)
 
 
-def checked_train(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the train section, and add our defaults to it."""
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def read_run_config(
+    kind: RecipeKind,
+    config_class: type[Config],
+    sections: Mapping[str, type],
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+) -> Config:
+    """Read the configuration of a run, and check it.
+
+    Args:
+        kind: Which recipes may be named.
+        config_class: The configuration's class.
+        sections: The class of each section but `train`.
+        source: A YAML file, the name of a packaged recipe, a mapping, or None for an empty one.
+        overrides: `key=value` strings with dotted keys.
+    """
     from transformers import TrainingArguments
 
-    return TRAIN_DEFAULTS | checked("train", TrainingArguments, values)
+    values = read_sections(kind, source, overrides, [*sections, "train"])
+    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
+    train = TRAIN_DEFAULTS | checked("train", TrainingArguments, values["train"])
+    return config_class(**parsed, train=train)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nalaformer_hf.training.errors import ConfigError, ConfigTypeError
 
 RECIPES = resources.files("nalaformer_hf.training") / "recipes"
-RecipeKind = Literal["lm", "image"]
+RecipeKind = Literal["lm", "image", "lra"]
 
 
 def read_sections(
