@@ -24,9 +24,10 @@ NOTES = {
     "b": "with another length, or another number of items, than published",
 }
 CAVEAT = (
-    "Accuracies in %, mean ± standard deviation over seeds. Published rows: Long Range Arena, arXiv 2011.04006,"
-    " Table 1, whose models have widths, depths and a training of their own: an unmarked score is on the same"
-    " items, no more. The rows in bold compare with each other where the second table has the same numbers."
+    "Accuracies in %, mean ± standard deviation over seeds. Published rows: Long Range Arena (arXiv"
+    " 2011.04006), Table 1, whose models have widths, depths and a training of their own: an unmarked score"
+    " is on the same items, no more. The rows in bold compare with each other where the second table has the"
+    " same numbers."
 )
 
 

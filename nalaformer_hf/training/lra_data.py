@@ -114,7 +114,7 @@ def _generate(data: LRADataSection) -> LRASplits:
         },
     )
     test, validation, train = (made.select(range(*bounds[i : i + 2])) for i in range(3))
-    return LRASplits(train, validation if len(validation) else None, test)
+    return LRASplits(train, validation or None, test)
 
 
 def _rows(task: str, length: int, seed: int, count: int, code: str) -> Iterator[dict[str, Any]]:
@@ -149,8 +149,10 @@ def _read(data: LRADataSection) -> LRASplits:
     if "validation" not in splits and share:
         parts = splits["train"].train_test_split(share, seed=data.seed)
         splits |= {"train": parts["train"], "validation": parts["test"]}
+    if "validation" not in splits and data.num_validation:
+        raise ConfigError(f"data.num_validation must be 0 or none: {source} has no validation items")
     taken = {name: _take(data, name, rows) for name, rows in splits.items()}
-    return LRASplits(taken["train"], taken.get("validation"), taken["test"])
+    return LRASplits(taken["train"], taken.get("validation") or None, taken["test"])
 
 
 def _load(source: str) -> DatasetDict:

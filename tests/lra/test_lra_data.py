@@ -73,8 +73,10 @@ def test_generated_splits_share_no_item_and_stay(task, numbers):
     assert not set(other.test["sequence"][:]) & set(sequences)
 
 
-def test_splits_without_validation_items():
-    assert load_splits(LRADataSection(task="listops", **(LISTOPS | {"num_validation": 0}))).validation is None
+def test_splits_without_validation_items(tmp_path):
+    generated = LRADataSection(task="listops", **(LISTOPS | {"num_validation": 0}))
+    read = LRADataSection(task="image", source=write_images(tmp_path / "images"), num_validation=0)
+    assert load_splits(generated).validation is load_splits(read).validation is None
 
 
 def test_texts_are_bytes_and_cut(tmp_path):
@@ -142,6 +144,8 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
     texts = write_texts(tmp_path / "texts")
     with pytest.raises(ConfigError, match="must be at most 4, what the source has, got 5"):
         load_splits(LRADataSection(task="text", source=texts, num_test=5))
+    with pytest.raises(ConfigError, match="num_validation must be 0 or none: .* has no validation items"):
+        load_splits(LRADataSection(task="text", source=texts, num_validation=2))
     with pytest.raises(
         ConfigError, match="must have the columns text1, text2, label, but text1, text2 is not"
     ):

@@ -17,7 +17,7 @@ OPERATION = re.compile(r"\[(\w+)((?: \d)+) \]")
 
 
 def rewrite(text: str) -> int:
-    """The value of an expression: its innermost operations are replaced by their values until a digit is left."""
+    """The value of an expression, whose innermost operations become their values until a digit is left."""
     while not text.isdigit():
         text, count = OPERATION.subn(lambda found: str(reduce(found[1], found[2].split())), text)
         assert count
