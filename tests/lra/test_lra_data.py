@@ -144,7 +144,7 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
     texts = write_texts(tmp_path / "texts")
     with pytest.raises(ConfigError, match="must be at most 4, what the source has, got 5"):
         load_splits(LRADataSection(task="text", source=texts, num_test=5))
-    with pytest.raises(ConfigError, match="num_validation must be 0 or none: .* has no validation items"):
+    with pytest.raises(ConfigError, match=r"num_validation must be 0 or none: .* has no validation items"):
         load_splits(LRADataSection(task="text", source=texts, num_validation=2))
     with pytest.raises(
         ConfigError, match="must have the columns text1, text2, label, but text1, text2 is not"
