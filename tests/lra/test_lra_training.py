@@ -122,7 +122,7 @@ def test_recipes_have_the_published_lengths(name):
     config = load_lra_config(name, source)
     task = name.removesuffix("-small")
     assert config.data.task == task
-    assert config.data.length == (256 if name == "listops-small" else LRA_TASKS[task].max_length)
+    assert config.data.length == (128 if name == "listops-small" else LRA_TASKS[task].max_length)
     folder = "lra-small" if name == "listops-small" else "lra"
     assert config.train["output_dir"] == f"runs/{folder}/{task}-nala-0"
     changes = ["model.attention=elu", "train.seed=3"]
