@@ -3,15 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.sections import ModelSection, RunConfig, read_run_config
 from nalaformer_hf.training.settings import require_at_least
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
 
 # Arguments of the Trainer that would spoil a run, and how.
 _MUST_BE_FALSE = {
@@ -149,10 +145,10 @@ class ImageTrainConfig(RunConfig):
     data: ImageDataSection
     augment: AugmentSection
     ema: EmaSection
+    samples_per_step: ClassVar[str] = "images_per_step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_accumulation("data.images_per_step", self.data.images_per_step)
         self._check_false(_MUST_BE_FALSE)
         size = self.train.get("per_device_train_batch_size", 8)
         if self.augment.mixes and size % 2:
@@ -160,15 +156,6 @@ class ImageTrainConfig(RunConfig):
                 "train.per_device_train_batch_size must be even where augment.mixup or augment.cutmix mix"
                 f" pairs, got {size}"
             )
-
-    def training_arguments(self) -> "TrainingArguments":
-        """Build the `TrainingArguments`, which joins the process group of a launched run.
-
-        Raises:
-            ConfigError: `TrainingArguments` refuses its values, or `data.images_per_step` cannot be divided
-                among the processes and their batches.
-        """
-        return self._training_arguments("data.images_per_step", self.data.images_per_step)
 
 
 def load_image_config(

@@ -4,15 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lra_tasks import LRA_TASKS, LRATask, TaskName
 from nalaformer_hf.training.sections import RunConfig, read_run_config
 from nalaformer_hf.training.settings import require_at_least
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 # Arguments of the Trainer that would spoil a run, and how.
 _MUST_BE_FALSE = {
@@ -106,17 +103,7 @@ class LRATrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_accumulation("data.sequences_per_step", self.data.sequences_per_step)
         self._check_false(_MUST_BE_FALSE)
-
-    def training_arguments(self) -> "TrainingArguments":
-        """Build the `TrainingArguments`, which joins the process group of a launched run.
-
-        Raises:
-            ConfigError: `TrainingArguments` refuses its values, or `data.sequences_per_step` cannot be
-                divided among the processes and their batches.
-        """
-        return self._training_arguments("data.sequences_per_step", self.data.sequences_per_step)
 
 
 def load_lra_config(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.settings import RecipeKind, checked, read_sections, require_one
@@ -52,42 +52,55 @@ class RunConfig:
 
     Args:
         model: The model section, of a class of the run's own.
+        data: The data section, likewise.
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
     model: Any
+    data: Any
     train: dict[str, Any]
+    # The field of `data` that sets how many samples an optimizer step takes over all processes.
+    samples_per_step: ClassVar[str] = "sequences_per_step"
 
     def __post_init__(self) -> None:
         if not self.train.get("output_dir"):
             raise ConfigError("train.output_dir must name the folder that the run is written to")
+        if self._samples is not None and "gradient_accumulation_steps" in self.train:
+            raise ConfigError(
+                f"data.{self.samples_per_step} already determines train.gradient_accumulation_steps"
+            )
 
     @property
     def output_dir(self) -> Path:
         """The folder that the run is written to."""
         return Path(self.train["output_dir"])
 
-    def _training_arguments(self, name: str, wanted: int | None) -> "TrainingArguments":
-        """Build the arguments; `wanted` samples a step, the field `name`, set the accumulation."""
+    def training_arguments(self) -> "TrainingArguments":
+        """Build the `TrainingArguments`, which joins the process group of a launched run.
+
+        Raises:
+            ConfigError: `TrainingArguments` refuses its values, or the samples of a step cannot be divided
+                among the processes and their batches.
+        """
         from transformers import TrainingArguments
 
         try:
             arguments = TrainingArguments(**self.train)
         except ValueError as error:
             raise ConfigError(f"train: {error}") from error
-        if wanted is not None:
+        if self._samples is not None:
             at_once = arguments.train_batch_size * arguments.world_size
-            if wanted % at_once:
+            if self._samples % at_once:
                 raise ConfigError(
-                    f"{name} must be a multiple of {at_once}, the"
-                    f" train.per_device_train_batch_size of all devices together, got {wanted}"
+                    f"data.{self.samples_per_step} must be a multiple of {at_once}, the"
+                    f" train.per_device_train_batch_size of all devices together, got {self._samples}"
                 )
-            arguments.gradient_accumulation_steps = wanted // at_once
+            arguments.gradient_accumulation_steps = self._samples // at_once
         return arguments
 
-    def _check_accumulation(self, name: str, wanted: int | None) -> None:
-        if wanted is not None and "gradient_accumulation_steps" in self.train:
-            raise ConfigError(f"{name} already determines train.gradient_accumulation_steps")
+    @property
+    def _samples(self) -> int | None:
+        return getattr(self.data, self.samples_per_step)
 
     def _check_false(self, reasons: Mapping[str, str]) -> None:
         """Refuse arguments of the Trainer that would spoil a run, each with the reason."""

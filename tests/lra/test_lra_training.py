@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from nalaformer_hf import NaLaForSequenceClassification, cli
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lra import train_lra
-from nalaformer_hf.training.lra_config import load_lra_config
+from nalaformer_hf.training.lra_config import LRAModelSection, load_lra_config
 from nalaformer_hf.training.lra_data import SequenceCollator, load_splits
-from nalaformer_hf.training.lra_models import DocumentPairClassifier
+from nalaformer_hf.training.lra_models import DocumentPairClassifier, make_lra_model
 from nalaformer_hf.training.lra_tasks import LRA_TASKS
 from nalaformer_hf.training.run_trainer import RunTrainer
 from nalaformer_hf.training.settings import recipe_names
@@ -128,6 +128,14 @@ def test_recipes_have_the_published_lengths(name):
     changes = ["model.attention=elu", "train.seed=3"]
     again = load_lra_config(name, [*changes, *source])
     assert again.train["output_dir"] == f"runs/{folder}/{task}-elu-3"
+    with torch.device("meta"):
+        nala, softmax = (
+            make_lra_model(
+                LRAModelSection(attention=attention, overrides=config.model.overrides), config.data
+            )
+            for attention in ("nala", "softmax")
+        )
+    assert softmax.num_parameters() == pytest.approx(nala.num_parameters(), rel=0.02)
 
 
 @pytest.mark.parametrize(
