@@ -21,7 +21,7 @@ TITLES = [task.title for task in LRA_TASKS.values()]
 # Why a score is not comparable with the published ones, by its mark in the table.
 NOTES = {
     "a": "on items of our own generator, drawn by the published task's rules",
-    "b": "with another length, or another number of items, than published",
+    "b": "with another length, depth or number of items than published",
 }
 CAVEAT = (
     "Accuracies in %, mean ± standard deviation over seeds. Published rows: Long Range Arena (arXiv"
@@ -61,7 +61,7 @@ class LRARun:
         is_whole = (self.result["max_length"], tuple(self.result["sizes"])) == (
             self.task.max_length,
             self.task.sizes,
-        )
+        ) and self.settings["data"]["max_depth"] is None
         return ("a" if self.task.is_generated else "") + ("" if is_whole else "b")
 
 

@@ -24,16 +24,18 @@ class _TooLongError(Exception):
     """The expression being drawn has reached the length that it must stay below."""
 
 
-def draw_listops(rng: random.Random, max_length: int) -> Item:
+def draw_listops(rng: random.Random, max_length: int, max_depth: int = MAX_DEPTH) -> Item:
     """Draw an expression and its value.
 
     The distribution is that of Long Range Arena's code: four operators, each argument an operation with
-    probability 1/4 and a digit otherwise, 2 to 10 arguments, a depth of at most 10; expressions are drawn
-    until one has more than `max_length / 4` (there 500) and fewer than `max_length` (2,000) tokens.
+    probability 1/4 and a digit otherwise, 2 to 10 arguments, a depth of at most 10, digits included;
+    expressions are drawn until one has more than `max_length / 4` (there 500) and fewer than `max_length`
+    (2,000) tokens.
 
     Args:
         rng: Where the random numbers come from.
         max_length: Bound of the length.
+        max_depth: Bound of the depth.
 
     Returns:
         The tokens' places in `TOKENS`, and the value, 0 to 9.
@@ -41,21 +43,21 @@ def draw_listops(rng: random.Random, max_length: int) -> Item:
     while True:
         tokens: list[int] = []
         try:
-            value = _operation(rng, 1, tokens, max_length)
+            value = _operation(rng, max_depth - 1, tokens, max_length)
         except _TooLongError:
             continue
         if SHORTEST_SHARE * max_length < len(tokens):
             return Item(bytes(tokens), value)
 
 
-def _operation(rng: random.Random, depth: int, tokens: list[int], max_length: int) -> int:
-    """Append a random operation to the tokens, and return its value."""
+def _operation(rng: random.Random, levels: int, tokens: list[int], max_length: int) -> int:
+    """Append a random operation, of so many levels at most, to the tokens, and return its value."""
     operator = rng.choice(list(OPERATORS))
     tokens.append(TOKENS.index(operator))
     values = []
     for _ in range(rng.randint(2, MAX_ARGUMENTS)):
-        if depth < MAX_DEPTH - 1 and rng.random() < OPERATOR_SHARE:
-            values.append(_operation(rng, depth + 1, tokens, max_length))
+        if levels > 1 and rng.random() < OPERATOR_SHARE:
+            values.append(_operation(rng, levels - 1, tokens, max_length))
         else:
             values.append(rng.randrange(10))
             tokens.append(values[-1])

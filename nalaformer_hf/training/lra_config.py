@@ -45,6 +45,7 @@ class LRADataSection:
         seed: Of generated items, and of the choice where only some items are taken or held out.
         max_length: Longest sequence. Texts are cut to it, images scaled to so many pixels, expressions
             drawn anew until they are shorter.
+        max_depth: Bound of the depth of `listops`, digits included; None: the published one.
         num_train, num_validation, num_test: Items of each split. None: the published number of generated
             items, and all that the source has.
         sequences_per_step: Items in one optimizer step over all processes; the number of gradient
@@ -55,6 +56,7 @@ class LRADataSection:
     source: str | None = None
     seed: int = 0
     max_length: int | None = None
+    max_depth: int | None = None
     num_train: int | None = None
     num_validation: int | None = None
     num_test: int | None = None
@@ -71,6 +73,9 @@ class LRADataSection:
             require_at_least("data", self, name, 1)
         require_at_least("data", self, "num_validation", 0)
         require_at_least("data", self, "max_length", 16)
+        require_at_least("data", self, "max_depth", 3)
+        if self.max_depth is not None and self.task != "listops":
+            raise ConfigError(f"data.max_depth belongs to listops, not to {self.task}")
         if self.facts.is_image and math.isqrt(self.length) ** 2 != self.length:
             raise ConfigError(f"data.max_length must be a square for {self.task}, got {self.length}")
         if self.task == "pathfinder" and self.length != self.facts.max_length:

@@ -108,6 +108,7 @@ def _generate(data: LRADataSection) -> LRASplits:
         gen_kwargs={
             "task": data.task,
             "length": data.length,
+            "depth": data.max_depth or listops.MAX_DEPTH,
             "seed": data.seed,
             "count": int(bounds[-1]),
             "code": _digest_of_the_code(),
@@ -117,10 +118,10 @@ def _generate(data: LRADataSection) -> LRASplits:
     return LRASplits(train, validation or None, test)
 
 
-def _rows(task: str, length: int, seed: int, count: int, code: str) -> Iterator[dict[str, Any]]:
+def _rows(task: str, length: int, depth: int, seed: int, count: int, code: str) -> Iterator[dict[str, Any]]:
     """Items as rows; `code` keeps `datasets` from taking what other code made from its cache."""
     draw = {
-        "listops": partial(listops.draw_listops, max_length=length),
+        "listops": partial(listops.draw_listops, max_length=length, max_depth=depth),
         "pathfinder": pathfinder.draw_pathfinder,
     }
     for item in lra_items.distinct_items(draw[task], seed, count):

@@ -42,12 +42,14 @@ def test_evaluator_by_hand():
     assert rewrite("[SM 9 9 [MED 1 4 ] ]") == 0
 
 
-@pytest.mark.parametrize(("max_length", "count"), [(64, 400), (2000, 40)])
-def test_listops_labels_are_the_values(max_length, count):
+@pytest.mark.parametrize(
+    ("max_length", "count", "max_depth"), [(64, 400, MAX_DEPTH), (64, 400, 3), (2000, 40, MAX_DEPTH)]
+)
+def test_listops_labels_are_the_values(max_length, count, max_depth):
     rng = random.Random(0)
     seen, depths, labels = set(), set(), set()
     for _ in range(count):
-        item = draw_listops(rng, max_length)
+        item = draw_listops(rng, max_length, max_depth)
         text = " ".join(TOKENS[token] for token in item.sequence)
         assert rewrite(text) == item.label
         assert max_length / 4 < len(item.sequence) < max_length
@@ -57,7 +59,7 @@ def test_listops_labels_are_the_values(max_length, count):
         labels.add(item.label)
     assert seen == set(TOKENS)
     assert labels == set(range(10))
-    assert max(depths) == MAX_DEPTH - 1  # operations; digits may be one deeper
+    assert max(depths) == max_depth - 1  # operations; digits may be one deeper
 
 
 @pytest.fixture(scope="module")

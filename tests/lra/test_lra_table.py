@@ -15,7 +15,7 @@ from nalaformer_hf.training.lra_tasks import LRA_TASKS
 def write_run(tmp_path):
     """Writes the files of a finished run, of the published size unless told otherwise; returns its folder."""
 
-    def write(task, attention, seed, accuracy, steps=100, **changes):
+    def write(task, attention, seed, accuracy, steps=100, max_depth=None, **changes):
         published = LRA_TASKS[task]
         folder = tmp_path / f"{task}-{attention}-{seed}-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -24,6 +24,7 @@ def write_run(tmp_path):
         (folder / "result.json").write_text(json.dumps(result | changes))
         config = {
             "model": {"attention": attention},
+            "data": {"max_depth": max_depth},
             "train": {"seed": seed, "output_dir": str(folder), "max_steps": steps},
         }
         OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
@@ -70,6 +71,8 @@ def test_marks_say_what_is_not_comparable(write_run):
     assert " | 48.00<sup>ab</sup> |\n" in table
     assert "<sup>a</sup> on items of our own generator" in table
     assert "<sup>b</sup> with another length" in table
+    shallow = write_run("listops", "nala", 0, 0.5, max_depth=3)
+    assert "| **NaLa** | 50.00<sup>ab</sup> |" in to_markdown([read_run(shallow)])
 
 
 def test_runs_that_differ_in_more_than_their_seed_are_refused(write_run):

@@ -122,7 +122,7 @@ def test_recipes_have_the_published_lengths(name):
     config = load_lra_config(name, source)
     task = name.removesuffix("-small")
     assert config.data.task == task
-    assert config.data.length == (128 if name == "listops-small" else LRA_TASKS[task].max_length)
+    assert config.data.length == (64 if name == "listops-small" else LRA_TASKS[task].max_length)
     folder = "lra-small" if name == "listops-small" else "lra"
     assert config.train["output_dir"] == f"runs/{folder}/{task}-nala-0"
     changes = ["model.attention=elu", "train.seed=3"]
@@ -147,6 +147,8 @@ def test_recipes_have_the_published_lengths(name):
         ("retrieval", "data.num_train=5", "data.source must name the documents of retrieval"),
         ("image", "data.max_length=1000", "data.max_length must be a square for image, got 1000"),
         ("pathfinder", "data.max_length=256", "data.max_length must be 1024 for pathfinder, got 256"),
+        ("text", "data.max_depth=3", "data.max_depth belongs to listops, not to text"),
+        ("listops", "data.max_depth=2", "data.max_depth must be at least 3, got 2"),
         ("listops", "data.max_length=15", "data.max_length must be at least 16, got 15"),
         ("text", "data.num_test=0", "data.num_test must be at least 1, got 0"),
         ("text", "model.attention=linear", "model.attention.*nala.*linear"),
