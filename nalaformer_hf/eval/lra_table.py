@@ -56,12 +56,17 @@ class LRARun:
         return list(LRA_TASKS).index(self.result["task"]), list(NAMES).index(self.result["attention"])
 
     @property
+    def depth(self) -> int | None:
+        """Bound of the depth, where it is not the published one."""
+        return self.settings["data"]["max_depth"]
+
+    @property
     def marks(self) -> str:
         """Marks of `NOTES`."""
         is_whole = (self.result["max_length"], tuple(self.result["sizes"])) == (
             self.task.max_length,
             self.task.sizes,
-        ) and self.settings["data"]["max_depth"] is None
+        ) and self.depth is None
         return ("a" if self.task.is_generated else "") + ("" if is_whole else "b")
 
 
@@ -171,7 +176,7 @@ def _details(cells: list[list[LRARun]]) -> list[str]:
             cell[0].task.title,
             NAMES[result["attention"]],
             f"{result['num_parameters']:,}",
-            f"{result['max_length']:,}",
+            f"{result['max_length']:,}" + (f", depth {cell[0].depth}" if cell[0].depth else ""),
             " / ".join(f"{size:,}" for size in result["sizes"]),
             f"{result['steps']:,}",
             ", ".join(str(run.result["seed"]) for run in cell),

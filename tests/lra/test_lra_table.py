@@ -72,7 +72,9 @@ def test_marks_say_what_is_not_comparable(write_run):
     assert "<sup>a</sup> on items of our own generator" in table
     assert "<sup>b</sup> with another length" in table
     shallow = write_run("listops", "nala", 0, 0.5, max_depth=3)
-    assert "| **NaLa** | 50.00<sup>ab</sup> |" in to_markdown([read_run(shallow)])
+    table = to_markdown([read_run(shallow)])
+    assert "| **NaLa** | 50.00<sup>ab</sup> |" in table
+    assert "| ListOps | NaLa | 1,234 | 2,000, depth 3 |" in table
 
 
 def test_runs_that_differ_in_more_than_their_seed_are_refused(write_run):
