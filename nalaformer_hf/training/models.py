@@ -90,11 +90,11 @@ def build_config(
     """
     try:
         if section.preset is not None:
-            _check_fields(preset_class, section.overrides)
+            check_fields(preset_class, section.overrides)
             return preset_class.from_preset(section.preset, **values)
         given = _config_dict(section.config)
         config_class = CONFIG_MAPPING[given["model_type"]]
-        _check_fields(config_class, section.overrides)
+        check_fields(config_class, section.overrides)
         return config_class.from_dict(given | values)
     except ConfigError:
         raise
@@ -144,10 +144,17 @@ def _config_dict(source: str | dict[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(f"model.config must have the key model_type, got {', '.join(given) or 'no key'}")
     check_known("model_type ", [given["model_type"]], CONFIG_MAPPING)
     if not isinstance(source, str):
-        _check_fields(CONFIG_MAPPING[given["model_type"]], given, where="key model.config.")
+        check_fields(CONFIG_MAPPING[given["model_type"]], given, where="key model.config.")
     return given
 
 
-def _check_fields(config_class: type, given: dict[str, Any], where: str = "key model.overrides.") -> None:
+def check_fields(config_class: type, given: dict[str, Any], where: str = "key model.overrides.") -> None:
+    """Refuse fields that a configuration does not have, each with the nearest one that it has.
+
+    Args:
+        config_class: The configuration's class.
+        given: Its fields, by name.
+        where: What stands before a name in the message.
+    """
     known = {field.name for field in fields(config_class)} | set(getattr(config_class, "attribute_map", {}))
     check_known(where, (name for name in given if name != "model_type"), known)

@@ -15,7 +15,7 @@ from yaml import YAMLError
 from nalaformer_hf.training.errors import ConfigError, ConfigTypeError
 
 RECIPES = resources.files("nalaformer_hf.training") / "recipes"
-RecipeKind = Literal["lm", "image"]
+RecipeKind = Literal["lm", "image", "lra"]
 
 
 def read_sections(
