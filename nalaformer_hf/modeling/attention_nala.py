@@ -21,6 +21,7 @@ from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
 from .inputs_nala import check_bounds, check_cache, check_hidden, check_positions, check_tensor
 from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
 from .linear_nala import NaLaLinear, gated_linear
+from .output_norm_nala import OutputLayerNorm, OutputRMSNorm
 from .pieces_nala import in_pieces
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
@@ -345,12 +346,11 @@ class NaLaAttention(nn.Module):
 
     def _project_out(self, o: Tensor, x: Tensor) -> Tensor:
         """Norm of the mixer's output (B, T, H, V) in fp32, gate, output projection: (B, T, C)."""
-        norm = self.o_norm
-        if isinstance(norm, nn.RMSNorm):
-            o = F.rms_norm(o, o.shape[-1:], norm.weight.to(o), norm.eps)
+        if isinstance(self.o_norm, OutputRMSNorm):
+            o = self.o_norm(o)
         o = o.flatten(-2)
-        if isinstance(norm, nn.LayerNorm):
-            o = F.layer_norm(o, o.shape[-1:], norm.weight.to(o), norm.bias.to(o), norm.eps)
+        if isinstance(self.o_norm, OutputLayerNorm):
+            o = self.o_norm(o)
         o = o.to(x.dtype)
         return self.o_proj(o) if self.g_proj is None else gated_linear(self.o_proj, self.g_proj(x), o)
 
@@ -386,7 +386,7 @@ class NaLaAttention(nn.Module):
 def _output_norm(config: NaLaConfig) -> nn.Module | None:
     """The norm of the mixer's output: over all heads, per head, or none."""
     if config.output_norm == "layer_norm":
-        return nn.LayerNorm(config.num_attention_heads * config.value_head_dim)
+        return OutputLayerNorm(config.num_attention_heads * config.value_head_dim)
     if config.output_norm == "head_rms_norm":
-        return nn.RMSNorm(config.value_head_dim, eps=config.rms_norm_eps)
+        return OutputRMSNorm(config.value_head_dim, eps=config.rms_norm_eps)
     return None

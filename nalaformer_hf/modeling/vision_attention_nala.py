@@ -13,6 +13,7 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_nala_vision import NaLaVisionConfig
 from .feature_maps_nala import upcast
 from .linear_nala import NaLaLinear, is_traced
+from .output_norm_nala import OutputLayerNorm
 from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_linear_nala import KeySums, read_means, sum_keys, vision_linear_attention
 from .vision_rotary_nala import AxialTables, rotate
@@ -45,7 +46,7 @@ class NaLaVisionAttention(nn.Module):
         self.has_gate = config.use_output_gate
         self.qkvg = NaLaLinear(width, (4 if self.has_gate else 3) * width)
         self.lepe = NaLaDepthwiseConv(width, 5, residual=False) if config.use_lepe else None
-        self.ln = nn.LayerNorm(width, eps=OUTPUT_NORM_EPS)
+        self.ln = OutputLayerNorm(width, eps=OUTPUT_NORM_EPS)
         self.out_proj = NaLaLinear(width, width)
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
@@ -130,8 +131,7 @@ class NaLaVisionAttention(nn.Module):
         """Local enhancement, norm, gate and output projection of the mixed values (B, Y, X, C)."""
         with maybe_autocast(o.device.type, enabled=False):
             o = o if lepe is None else o + lepe
-            weight, bias = self.ln.weight.to(o), self.ln.bias.to(o)
-            o = F.layer_norm(o, o.shape[-1:], weight, bias, self.ln.eps).to(dtype)
+            o = self.ln(o).to(dtype)
         return self.out_proj(o if gate is None else o * F.silu(gate))
 
 
