@@ -5,6 +5,10 @@ Letters in shapes: B batch, Y rows, X columns, N = Y X tokens, C channels, H hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,17 +16,30 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_nala_vision import NaLaVisionConfig
 from .feature_maps_nala import upcast
-from .linear_nala import NaLaLinear, is_traced
+from .linear_nala import NaLaLinear
 from .output_norm_nala import OutputLayerNorm
 from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_linear_nala import KeySums, read_means, sum_keys, vision_linear_attention
+from .vision_pieces_nala import image_pieces, is_cut, map_pieces, piece_tokens, row_blocks
 from .vision_rotary_nala import AxialTables, rotate
 
 OUTPUT_NORM_EPS = 1e-5  # published code
-# Without gradients, a CPU computes images of so many tokens in blocks of rows: same numbers, less memory.
+# Where nothing is kept, each of two passes projects images of so many tokens anew, in blocks of so many.
 STREAMED_TOKENS = 1 << 15
 BLOCK_TOKENS = 1 << 10
-MIN_ROWS = 4  # the convolution reads 4 rows more, so fewer would cost more than they save
+
+
+class Projections(NamedTuple):
+    """q, k, v and gate, (B, Y, X, C) each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None = None
+
+    def rows(self, rows: slice) -> Projections:
+        """Some rows of the images."""
+        return Projections(*(None if y is None else y[:, rows] for y in self))
 
 
 class NaLaVisionAttention(nn.Module):
@@ -51,68 +68,69 @@ class NaLaVisionAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same, with the tables of `NaLaVisionRotary`."""
-        if self._is_streamed(hidden_states):
-            return self._streamed(hidden_states, tables)
+        if not is_cut(hidden_states):
+            return self._whole(hidden_states, tables)
+        attend = self._in_blocks if self.mixer == "linear" and self.spec.form == "polarity" else self._whole
+        pieces = image_pieces(hidden_states, piece_tokens(hidden_states.shape[-1]))
+        return map_pieces(lambda part, _: attend(hidden_states[part], tables), hidden_states, pieces)
+
+    def _whole(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
+        """`forward` in one piece."""
         q, k, v, gate = self._project(hidden_states)
         lepe = None if self.lepe is None else self.lepe(v)
         with maybe_autocast(q.device.type, enabled=False):
             o = self._mix(self._heads(q), self._heads(k), self._heads(v), tables).reshape(hidden_states.shape)
         return self._finish(o, lepe, gate, q.dtype)
 
-    def _is_streamed(self, hidden_states: Tensor) -> bool:
-        """Whether the image is large enough to be worth two passes, and nothing is kept for a backward."""
-        return (
-            self.mixer == "linear"
-            and self.spec.form == "polarity"
-            and hidden_states.device.type == "cpu"
-            and hidden_states.shape[1] * hidden_states.shape[2] >= STREAMED_TOKENS
-            and not torch.is_grad_enabled()
-            and not is_traced()
-        )
+    def _in_blocks(self, images: Tensor, tables: AxialTables | None) -> Tensor:
+        """`_whole` in two passes over blocks of rows: the sums over keys, then what queries read of them."""
+        num_tokens = images.shape[1] * images.shape[2]
+        is_streamed = num_tokens >= STREAMED_TOKENS
+        block_tokens = BLOCK_TOKENS if is_streamed else piece_tokens(2 * images.shape[-1])
+        blocks = row_blocks(images, block_tokens)
+        if len(blocks) == 1:
+            return self._whole(images, tables)
+        project = partial(self._project_rows, images) if is_streamed else self._project(images).rows
+        means = KeySums(*(x / num_tokens for x in self._sum_keys(project, blocks, tables)))
+        pieces = [(slice(None), rows) for rows in blocks]
+        return map_pieces(lambda _, rows: self._read_rows(project, rows, means, tables), images, pieces)
 
-    def _streamed(self, images: Tensor, tables: AxialTables | None) -> Tensor:
-        """`forward` image by image, in two passes over blocks of rows, each of which projects them anew."""
-        height, width = images.shape[1:3]
-        step = max(MIN_ROWS, BLOCK_TOKENS // width)
-        blocks = [slice(start, min(start + step, height)) for start in range(0, height, step)]
-        out = images.new_empty(images.shape, dtype=self.out_proj(images[:1, :1, :1]).dtype)
-        for i, image in enumerate(images.split(1)):
-            means = self._key_means(image, blocks, tables)
-            for rows in blocks:
-                out[i, rows] = self._streamed_rows(image, rows, means, tables)[0]
-        return out
-
-    def _key_means(self, image: Tensor, blocks: list[slice], tables: AxialTables | None) -> KeySums:
+    def _sum_keys(
+        self, project: Callable[[slice], Projections], blocks: list[slice], tables: AxialTables | None
+    ) -> KeySums:
         """First pass."""
         sums = None
         for rows in blocks:
-            _, k, v, _ = self._project(image[:, rows])
+            _, k, v, _ = project(rows)
             with maybe_autocast(k.device.type, enabled=False):
                 part = sum_keys(self._heads(k), self._heads(v), _turns(tables, rows), self.spec)
             sums = part if sums is None else KeySums(*map(Tensor.add_, sums, part))
         assert sums is not None
-        num_tokens = image.shape[1] * image.shape[2]
-        return KeySums(sums.S / num_tokens, sums.z / num_tokens)
+        return sums
 
-    def _streamed_rows(
-        self, image: Tensor, rows: slice, means: KeySums, tables: AxialTables | None
+    def _read_rows(
+        self,
+        project: Callable[[slice], Projections],
+        rows: slice,
+        means: KeySums,
+        tables: AxialTables | None,
     ) -> Tensor:
         """Second pass, one block; the convolution reads beyond it."""
         margin = 0 if self.lepe is None else self.lepe.weight.shape[-1] // 2
         start = max(rows.start - margin, 0)
-        inner = slice(rows.start - start, rows.stop - start)
-        q, _, v, gate = self._project(image[:, start : rows.stop + margin])
-        lepe = None if self.lepe is None else self.lepe(v)[:, inner]
-        q, gate = q[:, inner], None if gate is None else gate[:, inner]
+        wide = project(slice(start, rows.stop + margin))
+        q, _, _, gate = wide.rows(slice(rows.start - start, rows.stop - start))
+        lepe = None if self.lepe is None else self.lepe(wide.v)[:, rows.start - start : rows.stop - start]
         with maybe_autocast(q.device.type, enabled=False):
             num, inverse = read_means(self._heads(q), means, _turns(tables, rows), self.spec)
             o = num.mul_(inverse).transpose(1, 2).reshape(q.shape)
         return self._finish(o, lepe, gate, q.dtype)
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v and gate, (B, Y, X, C) each."""
-        q, k, v, *gate = self.qkvg(hidden_states).chunk(4 if self.has_gate else 3, dim=-1)
-        return q, k, v, gate[0] if gate else None
+    def _project(self, hidden_states: Tensor) -> Projections:
+        return Projections(*self.qkvg(hidden_states).chunk(4 if self.has_gate else 3, dim=-1))
+
+    def _project_rows(self, images: Tensor, rows: slice) -> Projections:
+        return self._project(images[:, rows])
 
     def _heads(self, y: Tensor) -> Tensor:
         """(B, Y, X, C) to (B, N, H, D)."""

@@ -5,6 +5,8 @@ Letters in shapes: B batch, Y rows, X columns, C channels.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from .configuration_nala_vision import NaLaVisionConfig
 from .linear_nala import NaLaLinear
 from .vision_attention_nala import NaLaVisionAttention
 from .vision_convolution_nala import NaLaDepthwiseConv
+from .vision_pieces_nala import is_cut, map_pieces, piece_tokens, row_pieces
 from .vision_rotary_nala import AxialTables, NaLaVisionRotary
 
 
@@ -74,7 +77,18 @@ class NaLaVisionFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, Y, X, C) to the same."""
-        return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
+        if not is_cut(x):
+            return self.fc2(self._inner(x))
+        return map_pieces(partial(self._piece, x), x, row_pieces(x, piece_tokens(self.fc1.out_features)))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.dwconv(F.gelu(self.fc1(x)))
+
+    def _piece(self, x: Tensor, images: slice, rows: slice) -> Tensor:
+        """Some rows of some images; the convolution reads a row beyond them."""
+        start = max(rows.start - 1, 0)
+        inner = self._inner(x[images, start : rows.stop + 1])
+        return self.fc2(inner[:, rows.start - start : rows.stop - start])
 
 
 class NaLaVisionBlock(GradientCheckpointingLayer):

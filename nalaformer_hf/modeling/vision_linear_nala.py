@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .feature_maps_nala import FeatureSpec, apply_rotary, map_features, upcast
-from .linear_attention_nala import SEGMENT_SIZE, chunked_attention, full_precision
+from .linear_attention_nala import chunked_attention, full_precision
 from .linear_nala import is_traced
 from .vision_rotary_nala import AxialTables, as_pairs
 
 EPS = 1e-6  # published code
+# Numbers of q in a segment: smaller ones cost a CPU's threads more calls, larger ones memory.
+SEGMENT_SIZE = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def vision_linear_attention(

@@ -8,9 +8,15 @@ from published import GATES, error, golden_part
 from tolerances import EXACT, assert_close_rows
 
 from nalaformer_hf import NaLaForImageClassification, NaLaVisionConfig
-from nalaformer_hf.modeling import linear_attention_nala, vision_attention_nala
+from nalaformer_hf.modeling import (
+    linear_attention_nala,
+    vision_attention_nala,
+    vision_linear_nala,
+    vision_pieces_nala,
+)
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 from nalaformer_hf.modeling.vision_attention_nala import NaLaVisionAttention
+from nalaformer_hf.modeling.vision_block_nala import NaLaVisionFeedForward
 from nalaformer_hf.modeling.vision_convolution_nala import NaLaDepthwiseConv
 from nalaformer_hf.modeling.vision_linear_nala import EPS, plain_attention, vision_linear_attention
 from nalaformer_hf.modeling.vision_rotary_nala import AxialTables, NaLaVisionRotary, rotate
@@ -35,7 +41,8 @@ def random_qkv(batch=2, num_tokens=35, heads=3, dim=8, width=12, dtype=torch.flo
 @pytest.mark.parametrize("segment", [24, 24 * 20, 1 << 18])
 def test_equals_the_reference_form(spec, rotated, segment, monkeypatch):
     """Whatever stands in one segment: a token, part of a row, all rows."""
-    monkeypatch.setitem(linear_attention_nala.SEGMENT_SIZE, "cpu", segment)
+    for module in (linear_attention_nala, vision_linear_nala):
+        monkeypatch.setitem(module.SEGMENT_SIZE, "cpu", segment)
     qkv = random_qkv()
     tables = NaLaVisionRotary(8)(5, 7, qkv[0]) if rotated else None
     expected, _ = nala_attention(
@@ -133,61 +140,85 @@ def test_published_module(name, dtype):
         assert error(gradients[key], case[f"{key}.f64"]) <= GATES[dtype][1], key
 
 
+PARTS = [{}, {"use_lepe": False}, {"use_rotary": False, "use_output_gate": False}, {"mixers": ["softmax"]}]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "parts", [{}, {"use_lepe": False}, {"use_rotary": False, "use_output_gate": False}], ids=str
-)
+@pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("size", [(1, 9), (16, 3), (17, 5), (23, 7)])
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("dtype", GATES, ids=str)
-def test_blocks_of_rows_give_the_same_numbers(parts, size, dtype, monkeypatch):
-    """Images that are one block, whole blocks, or end in a part of one."""
-    module = NaLaVisionAttention(one_stage(16, 2, "linear", **parts), 0).to(dtype)
-    x = torch.randn(2, *size, 16, dtype=dtype)
+def test_pieces_give_the_same_numbers(parts, size, streamed, dtype, monkeypatch):
+    """Images that are one block of rows, whole blocks, or end in a part of one; projected twice or once."""
+    module = NaLaVisionAttention(one_stage(16, 2, **parts), 0).to(dtype)
+    x = torch.randn(3, *size, 16, dtype=dtype)
     tables = NaLaVisionRotary(8)(*size, x) if parts.get("use_rotary", True) else None
-    expected = module(x, tables)
-    stream(monkeypatch)
-    assert module._is_streamed(x)
+    expected = module._whole(x, tables)
+    cut(monkeypatch, streamed)
     y = module(x, tables)
     assert y.dtype == dtype
     assert error(y, expected) <= GATES[dtype][0]
 
 
-def test_blocks_of_rows_only_where_nothing_is_kept(monkeypatch):
-    module, x = attention(16, 2, "linear"), torch.randn(1, 9, 5, 16)
-    stream(monkeypatch)
-    assert not module._is_streamed(x)
+def test_pieces_only_where_nothing_is_kept(monkeypatch):
+    module, x, seen = NaLaVisionAttention(one_stage(16, 2), 0), torch.randn(2, 9, 5, 16), []
+    module.qkvg.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:3]))
     with torch.inference_mode():
-        assert module._is_streamed(x)
-        assert not attention(16, 2, "softmax")._is_streamed(x)
-        assert not NaLaVisionAttention(one_stage(16, 2, "linear", feature_form="cosine"), 0)._is_streamed(x)
-        monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 46)
-        assert not module._is_streamed(x)
+        module(x, None)
+    cut(monkeypatch, streamed=False)
+    module(x, None)
+    assert seen == [(2, 9, 5)] * 2
+    with torch.inference_mode():
+        module(x, None)
+    assert seen[2:] == [(1, 9, 5)] * 2
+    with torch.inference_mode():
+        monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 45)
+        module(x[:1], None)
+    sums, reads = [4, 4, 1], [6, 7, 3]  # rows; those that are read go two beyond the block's
+    assert seen[4:] == [(1, rows, 5) for rows in sums + reads]
 
 
 @torch.inference_mode()
-def test_blocks_of_rows_under_autocast(monkeypatch):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_pieces_under_autocast(streamed, monkeypatch):
     """The same low precision in the same places."""
-    module, x = attention(16, 2, "linear"), torch.randn(2, 17, 5, 16)
+    module, x = NaLaVisionAttention(one_stage(16, 2), 0), torch.randn(2, 17, 5, 16)
     tables = NaLaVisionRotary(8)(17, 5, x)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = module(x, tables)
-        stream(monkeypatch)
+        expected = module._whole(x, tables)
+        cut(monkeypatch, streamed)
         y = module(x, tables)
     assert y.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(y, expected)
 
 
-def stream(monkeypatch):
-    """From here on, every image goes in blocks of 4 rows."""
-    monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 1)
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("size", [(1, 9), (16, 3), (17, 5)])
+def test_pieces_of_the_feed_forward_give_the_same_numbers(batch, size, monkeypatch):
+    ffn, x = NaLaVisionFeedForward(16, 40).double(), torch.randn(batch, *size, 16, dtype=torch.float64)
+    expected = ffn.fc2(ffn._inner(x))
+    assert torch.equal(ffn(x), expected)
+    cut(monkeypatch, streamed=False)
+    seen = []
+    ffn.fc1.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    assert error(ffn(x), expected) <= EXACT
+    assert len(seen) == batch * -(-size[0] // 4)
+
+
+def cut(monkeypatch, streamed):
+    """From here on, a piece is one image at the most, and 4 rows of it where rows can be cut."""
+    monkeypatch.setattr(vision_pieces_nala, "PIECE_SIZE", 1)
     monkeypatch.setattr(vision_attention_nala, "BLOCK_TOKENS", 1)
+    if streamed:
+        monkeypatch.setattr(vision_attention_nala, "STREAMED_TOKENS", 1)
 
 
 def attention(width: int, heads: int, mixer: str) -> NaLaVisionAttention:
     return NaLaVisionAttention(one_stage(width, heads, mixer), 0)
 
 
-def one_stage(width: int, heads: int, mixer: str, **fields) -> NaLaVisionConfig:
+def one_stage(width: int, heads: int, mixer: str = "linear", **fields) -> NaLaVisionConfig:
     return NaLaVisionConfig(
         **{
             "hidden_sizes": [width],

@@ -1,0 +1,65 @@
+"""Layers in pieces of a batch: where a CPU keeps nothing for a backward, wide inner tensors stay small.
+
+Pieces of this size cost no time (docs/log.md). Letters in shapes: B batch, Y rows, X columns, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .linear_nala import is_traced
+
+# Numbers of each tensor inside a piece.
+PIECE_SIZE = 1 << 19
+MIN_ROWS = 4  # what reads beyond its rows computes those anew, so fewer would cost more than they save
+
+
+def is_cut(images: Tensor) -> bool:
+    """Whether a layer may be computed in pieces."""
+    return images.device.type == "cpu" and not torch.is_grad_enabled() and not is_traced()
+
+
+def piece_tokens(width: int) -> int:
+    """How many tokens a piece may have whose tensors are so wide."""
+    return PIECE_SIZE // width
+
+
+def image_pieces(images: Tensor, num_tokens: int) -> list[tuple[slice, slice]]:
+    """Cuts a batch (B, Y, X, C) into whole images of so many tokens together, one image at the least."""
+    batch, height, columns, _ = images.shape
+    return [(part, slice(0, height)) for part in _slices(batch, num_tokens // (height * columns))]
+
+
+def row_blocks(images: Tensor, num_tokens: int) -> list[slice]:
+    """Cuts rows into blocks of so many tokens of an image."""
+    return _slices(images.shape[1], max(MIN_ROWS, num_tokens // images.shape[2]))
+
+
+def row_pieces(images: Tensor, num_tokens: int) -> list[tuple[slice, slice]]:
+    """`image_pieces`, and larger images in blocks of rows."""
+    blocks = row_blocks(images, num_tokens)
+    return [(part, rows) for part, _ in image_pieces(images, num_tokens) for rows in blocks]
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    """Neighbouring slices of `step`, and of 1 at the least."""
+    step = max(1, step)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def map_pieces(
+    function: Callable[[slice, slice], Tensor], images: Tensor, pieces: list[tuple[slice, slice]]
+) -> Tensor:
+    """(B, Y, X, C) put together from function(part, rows), which gives the result's [part, rows]."""
+    if len(pieces) == 1:
+        return function(*pieces[0])
+    out = None
+    for piece in pieces:
+        result = function(*piece)
+        out = result.new_empty(images.shape) if out is None else out
+        out[piece] = result
+    assert out is not None
+    return out
