@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nalaformer_hf.console import need, write
+from nalaformer_hf.training.errors import ConfigError
 
 if TYPE_CHECKING:
     from nalaformer_hf.eval.queries import LayerQueries
@@ -58,8 +59,12 @@ def _reader(arguments: argparse.Namespace) -> "Callable[[str], list[LayerQueries
     """A function from a model's folder to its layers' queries."""
     from nalaformer_hf.eval import queries
 
+    arguments.output.mkdir(parents=True, exist_ok=True)  # before the work, as it may fail
     if arguments.images is None:
-        text = arguments.text.read_text(encoding="utf-8")
+        try:
+            text = arguments.text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--text must be a UTF-8 text, got {arguments.text}: {error}") from error
         return lambda model: queries.read_text_queries(model, text, arguments.tokens)
     need("vision")
     images = queries.choose_images(arguments.images, arguments.split, arguments.num_images)

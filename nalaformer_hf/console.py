@@ -7,7 +7,7 @@ from nalaformer_hf.training.errors import ConfigError
 
 # Modules that a sub-command needs beyond the plain installation, by the extra that brings them.
 EXTRAS = {
-    "train": ("accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
+    "train": ("PIL", "accelerate", "datasets", "matplotlib", "omegaconf", "rich", "tensorboard"),
     "eval": ("lm_eval", "matplotlib"),
     "vision": ("PIL", "sklearn", "timm", "torchvision"),
 }

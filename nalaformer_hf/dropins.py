@@ -1,8 +1,7 @@
 """NaLa attention inside timm's DeiT-T and Swin-T, for the paper's drop-in comparison and its ablation.
 
 The replacement keeps the projections of the attention that it replaces and nothing else: no gate, no norm, no
-convolution. What differs between two rows is the feature map alone. Importing this registers the models with
-the Auto classes, under the model type "nala_dropin"; it needs timm.
+convolution. What differs between two rows is the feature map alone. This needs timm.
 
 Letters in shapes: B images or windows, N tokens, C channels, H heads, D head dim.
 """
@@ -21,7 +20,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 from transformers.utils.generic import can_return_tuple, maybe_autocast
 
-from nalaformer_hf.modeling.config_base_nala import NaLaBaseConfig, plain_errors
+from nalaformer_hf.modeling.config_base_nala import AT_LEAST_ONE, RATE, NaLaBaseConfig, plain_errors
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec, upcast
 from nalaformer_hf.modeling.inputs_nala import check_keywords
 from nalaformer_hf.modeling.modeling_nala_vision import check_pixels
@@ -70,14 +69,13 @@ class NaLaDropInConfig(NaLaBaseConfig):
     def validate_architecture(self):
         """Checks each field's range."""
         self._validate_choices(architecture=tuple(ARCHITECTURES), attention=ATTENTIONS)
-        self._validate_at_least_one("image_size", "num_channels")
+        self._validate_numbers(AT_LEAST_ONE, "image_size", "num_channels")
+        self._validate_numbers(RATE, "drop_path_rate")
         stride = 16 if self.architecture == "deit_tiny" else 32
         if self.image_size % stride:
             raise ValueError(
                 f"image_size must be a multiple of {stride} for {self.architecture}, got {self.image_size}."
             )
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate must be in [0, 1), got {self.drop_path_rate}.")
 
 
 class NaLaDropInAttention(nn.Module):
@@ -216,12 +214,18 @@ class NaLaDropInForImageClassification(PreTrainedModel):
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
 
-AutoConfig.register(NaLaDropInConfig.model_type, NaLaDropInConfig, exist_ok=True)
-AutoModelForImageClassification.register(NaLaDropInConfig, NaLaDropInForImageClassification, exist_ok=True)
+def register_dropins() -> None:
+    """Make the models known to the Auto classes, under the model type "nala_dropin"."""
+    AutoConfig.register(NaLaDropInConfig.model_type, NaLaDropInConfig, exist_ok=True)
+    AutoModelForImageClassification.register(
+        NaLaDropInConfig, NaLaDropInForImageClassification, exist_ok=True
+    )
+
 
 __all__ = [
     "NaLaDropInAttention",
     "NaLaDropInConfig",
     "NaLaDropInForImageClassification",
+    "register_dropins",
     "replace_attention",
 ]

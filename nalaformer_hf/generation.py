@@ -1,6 +1,7 @@
 """Stream a continuation from a checkpoint, and measure it: `nalaformer generate`."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     TextStreamer,
 )
+
+from nalaformer_hf.loading import load_pretrained
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -70,11 +73,13 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's own.
 
     Raises:
-        ValueError: The device does not exist here, or the dtype is none of these.
+        ValueError: The device does not exist here, the dtype is none of these, or one of the two cannot be
+            loaded.
     """
     check_device_and_dtype(device, dtype)
-    loaded = cast("Any", AutoModelForCausalLM.from_pretrained(model, dtype=dtype)).to(device)
-    return loaded, AutoTokenizer.from_pretrained(model)
+    tokenizer = load_pretrained(AutoTokenizer, model, "a tokenizer")
+    loaded = load_pretrained(AutoModelForCausalLM, model, "a causal language model", dtype=dtype)
+    return loaded.to(device), tokenizer
 
 
 def check_device_and_dtype(device: str, dtype: str) -> None:
@@ -122,11 +127,13 @@ def stream(
         ValueError: `prompt` is empty and the tokenizer has no token that begins a document, or a number is
             out of its range.
     """
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    if not 0 <= temperature < math.inf or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
             "temperature and top_k must not be negative, and top_p must be above 0 and at most 1,"
             f" got {temperature}, {top_k} and {top_p}"
         )
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be between 0 and 2**64 - 1, got {seed}")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"] if prompt else _begin(tokenizer)
     streamer = _TimedStreamer(tokenizer, write)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}

@@ -1,6 +1,7 @@
 """The console command: what it prints, returns and refuses."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from nalaformer_hf import NaLaConfig, __version__, cli, console
+from nalaformer_hf import NaLaConfig, NaLaForImageClassification, NaLaVisionConfig, __version__, cli, console
 from nalaformer_hf.generation import cache_bytes, load, stream
 from nalaformer_hf.training.tokenizer import train_tokenizer
 from nalaformer_hf.training.trainer import LMTrainer
@@ -159,6 +160,94 @@ def test_errors_of_the_user_are_a_sentence(command, message, capsys):
 def test_generation_options_out_of_range(checkpoints, capsys, option, value, message):
     assert cli.main(["generate", "--model", checkpoints["nala"], option, value]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--temperature", "inf", "temperature and top_k must not be negative"),
+        ("--seed", "-1", "seed must be between 0 and 2\\*\\*64 - 1, got -1"),
+        ("--max-new-tokens", "-1", "`max_new_tokens` must be greater than 0"),
+    ],
+)
+def test_sampling_options_out_of_range(checkpoints, option, value, message):
+    model, tokenizer = load(checkpoints["nala"])
+    options = {option.removeprefix("--").replace("-", "_"): float(value) if value == "inf" else int(value)}
+    with pytest.raises(ValueError, match=message):
+        stream(model, tokenizer, "one", str, **options)
+
+
+@pytest.fixture(scope="module")
+def broken(checkpoints, tmp_path_factory) -> dict[str, str]:
+    """Folders that hold no language model with a tokenizer, each in its own way."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name in ("no tokenizer", "broken weights", "bad field"):
+        shutil.copytree(checkpoints["nala"], folder / name)
+    for path in (folder / "no tokenizer").glob("tokenizer*"):
+        path.unlink()
+    (folder / "broken weights" / "model.safetensors").write_bytes(b"no weights" * 30)
+    config = folder / "bad field" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": -1}))
+    (folder / "empty").mkdir()
+    sizes = {"hidden_sizes": [8], "depths": [1], "num_attention_heads": [1], "mlp_ratios": [1.0]}
+    vision = NaLaVisionConfig(**sizes, mixers=["linear"], layer_scale_init_values=None)
+    NaLaForImageClassification(vision).save_pretrained(folder / "vision")
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["analyze", "norm", "--tokens", "20"]], ids=["generate", "analyze"]
+)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no tokenizer", "a tokenizer cannot be loaded from"),
+        ("broken weights", "a causal language model cannot be loaded from"),
+        ("bad field", "rms_norm_eps must be finite and positive, got -1"),
+        ("empty", "cannot be loaded from"),
+        ("vision", "cannot be loaded from"),
+        ("absent", "cannot be loaded from"),
+    ],
+)
+def test_what_is_no_language_model_is_a_sentence(broken, command, name, message, capsys, tmp_path):
+    options = ["--output", str(tmp_path)] if command[0] == "analyze" else []
+    model = broken.get(name, str(tmp_path / name))
+    assert cli.main([*command, "--model", model, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_binary_file_is_no_text_to_analyze(checkpoints, capsys, tmp_path):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(256)))
+    command = ["analyze", "norm", "--model", checkpoints["nala"], "--output", str(tmp_path)]
+    assert cli.main([*command, "--text", str(path)]) == 1
+    assert f"--text must be a UTF-8 text, got {path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"preset": "tinny"}, "no preset 'tinny'; did you mean 'tiny'"),
+        (
+            {"preset": "tiny", "overrides.rms_norm_eps": -1},
+            "rms_norm_eps must be finite and positive, got -1",
+        ),
+        ({"config": "VISION"}, "model must be of the run's kind, got the architecture 'nala_vision'"),
+        ({"pretrained": "VISION"}, "model must be of the run's kind, got the architecture 'nala_vision'"),
+        ({"pretrained": "EMPTY"}, "model.pretrained: a configuration cannot be loaded from"),
+    ],
+)
+def test_the_model_is_checked_before_data_are_read(broken, model, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("nalaformer_hf.training.lm.load_corpus", lambda *_: pytest.fail("data were read"))
+    places = {"VISION": broken["vision"], "EMPTY": broken["empty"]}
+    command = ["train", "lm", *(f"model.{name}={places.get(value, value)}" for name, value in model.items())]
+    output_dir = tmp_path / "run"
+    assert (
+        cli.main([*command, "data.corpus=stdlib", f"train.output_dir={output_dir}", "train.use_cpu=true"])
+        == 1
+    )
+    assert message in capsys.readouterr().err
+    assert not output_dir.exists()
 
 
 @pytest.mark.parametrize(("command", "extra"), [(["train", "lm"], "train"), (["demo"], "eval")])

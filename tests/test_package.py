@@ -140,7 +140,7 @@ print(nalaformer_hf.__version__, nalaformer_hf.__file__, present, sep="\\n")
 def test_every_import_is_a_declared_dependency() -> None:
     lines = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
-    owners = importlib.metadata.packages_distributions() | {"fla": ["flash-linear-attention"]}
+    owners = importlib.metadata.packages_distributions() | {"fla": ["fla-core"]}
     undeclared = {
         f"{path.relative_to(ROOT)}: {module}"
         for path in (ROOT / "nalaformer_hf").rglob("*.py")

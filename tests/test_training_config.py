@@ -105,3 +105,13 @@ def test_recipe_is_the_published_one(name, tmp_path):
     assert (arguments.learning_rate, arguments.weight_decay, arguments.max_grad_norm) == (3e-4, 0.01, 1.0)
     assert arguments.lr_scheduler_type == "cosine_with_min_lr"
     assert arguments.lr_scheduler_kwargs == {"min_lr": 3e-5}
+
+
+@pytest.mark.parametrize(
+    "content", [bytes(range(256)), b"- a\n- b\n", b"a: [b\n"], ids=["bytes", "list", "broken"]
+)
+def test_a_file_that_is_no_configuration_is_refused(content, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="the configuration cannot be read: "):
+        load_config(path)

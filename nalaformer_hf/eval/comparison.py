@@ -85,7 +85,7 @@ def read_results(path: Path) -> Row:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         results, config = content["results"], content["config"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} must be a result file of lm-eval: {error!r}") from error
     row = Row(str(content.get("model_name") or path.stem), {})
     for column in COLUMNS:

@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
-import nalaformer_hf.dropins  # noqa: F401 - registers its models
+from nalaformer_hf.dropins import register_dropins
 from nalaformer_hf.generation import check_device_and_dtype
+from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.training.image_batches import PreparedImages, check_channels, collate
 from nalaformer_hf.training.image_data import class_names, load_split
 from nalaformer_hf.training.image_trainer import accuracies, score
 
 logger = logging.getLogger(__name__)
+register_dropins()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def eval_images(
 
     Raises:
         ValueError: An argument is out of range, or model and images have different numbers of classes.
-        ConfigError: The images do not exist.
+        ConfigError: The images do not exist, or the model cannot be loaded.
     """
     check_device_and_dtype(device, dtype)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
@@ -93,10 +95,10 @@ def eval_images(
             raise ValueError(f"{name} must be at least {least}, got {value}")
     columns = {"image_column": image_column, "label_column": label_column}
     images = load_split(data, split, config=config, **columns)
-    loaded: Any = AutoModelForImageClassification.from_pretrained(model, dtype=dtype)
+    loaded = load_pretrained(AutoModelForImageClassification, model, "an image classifier", dtype=dtype)
     numbers = match_classes(loaded, images)
     check_channels(loaded.config.num_channels)
-    processor = AutoImageProcessor.from_pretrained(model)
+    processor = load_pretrained(AutoImageProcessor, model, "an image processor")
     batches = DataLoader(
         cast("Any", PreparedImages(images, processor, loaded.config.num_channels)),
         batch_size=batch_size,

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.modeling.attention_nala import NaLaAttention
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 from nalaformer_hf.modeling.vision_attention_nala import NaLaVisionAttention
@@ -64,9 +65,10 @@ def read_text_queries(model_dir: str, text: str, num_tokens: int) -> list[LayerQ
     """
     if not MIN_KEYS < num_tokens <= MAX_KEYS:
         raise ConfigError(f"--tokens must be from {MIN_KEYS + 1} to {MAX_KEYS}, got {num_tokens}")
-    model: Any = _load(AutoModelForCausalLM, model_dir).eval()
+    model = load_pretrained(AutoModelForCausalLM, model_dir, "a causal language model").eval()
+    tokenizer = load_pretrained(AutoTokenizer, model_dir, "a tokenizer")
     layers = _layers(model, NaLaAttention)
-    ids = _load(AutoTokenizer, model_dir)(text, return_tensors="pt")["input_ids"][:, :num_tokens]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :num_tokens]
     if ids.shape[1] <= MIN_KEYS:
         raise ConfigError(f"--text must have more than {MIN_KEYS} tokens, got {ids.shape[1]}")
     suffix = "conv1d" if model.config.use_short_conv else "proj"
@@ -113,9 +115,10 @@ def read_image_queries(model_dir: str, images: Dataset) -> list[LayerQueries]:
     """
     from nalaformer_hf.training.image_batches import PreparedImages, collate
 
-    model: Any = _load(AutoModelForImageClassification, model_dir).eval()
+    model = load_pretrained(AutoModelForImageClassification, model_dir, "an image classifier").eval()
+    processor = load_pretrained(AutoImageProcessor, model_dir, "an image processor")
     layers = [layer for layer in _layers(model, NaLaVisionAttention) if layer.mixer == "linear"]
-    prepared = PreparedImages(images, _load(AutoImageProcessor, model_dir), model.config.num_channels)
+    prepared = PreparedImages(images, processor, model.config.num_channels)
     pixel_values = collate([prepared[i] for i in range(len(prepared))])["pixel_values"]
     if (most := pixel_values[0, 0, ::4, ::4].numel()) > MAX_KEYS:  # the stem's stride is 4
         raise ConfigError(f"--images must have at most {MAX_KEYS} positions after the stem, got {most}")
@@ -127,14 +130,6 @@ def read_image_queries(model_dir: str, images: Dataset) -> list[LayerQueries]:
         q, k = qkvg.detach().flatten(1, 2).chunk(4 if layer.has_gate else 3, dim=-1)[:2]
         found.append(LayerQueries(i, layer.spec, False, *_heads((q, k), layer.num_heads)))
     return found
-
-
-def _load(auto_class: Any, model_dir: str) -> Any:
-    """Load with an Auto class, whose refusals are the user's to mend."""
-    try:
-        return auto_class.from_pretrained(model_dir)
-    except ValueError as error:
-        raise ConfigError(f"--model {model_dir}: {error}") from error
 
 
 def _layers(model: Any, kind: type) -> list[Any]:

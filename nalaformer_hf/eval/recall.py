@@ -110,8 +110,11 @@ def run_recall(
         All runs of the folder.
 
     Raises:
-        ConfigError: There is no such task or model, or the folder has runs with other settings.
+        ConfigError: There is no such task or model, a seed is out of range, or the folder has runs with
+            other settings.
     """
+    if not all(0 <= seed < 2**32 for seed in seeds):
+        raise ConfigError(f"seeds must be between 0 and 2**32 - 1, got {list(seeds)}")
     check_known("task ", tasks, RECALL_TASKS)
     check_known("model ", models, MODELS)
     settings = {task: settings_of(task, **(overrides or {})) for task in RECALL_TASKS}

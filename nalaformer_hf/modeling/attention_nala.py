@@ -18,17 +18,18 @@ from .cache_nala import NaLaCacheLayer, Replay
 from .configuration_nala import NaLaConfig
 from .delta_rule_nala import chunked_delta_rule, step_delta_rule
 from .feature_maps_nala import apply_rotary, map_features, unit_features, upcast
-from .inputs_nala import check_bounds
+from .inputs_nala import check_bounds, check_cache, check_hidden, check_positions, check_tensor
 from .linear_attention_nala import Rotary, chunked_attention, step_attention, widen_tables
-from .linear_nala import NaLaLinear
+from .linear_nala import NaLaLinear, gated_linear
+from .pieces_nala import in_pieces
 from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 
 try:  # inside the package only: a pushed copy that imported it would mix the code of both
     if not __name__.startswith("nalaformer_hf."):
         raise ImportError("a pushed copy")
-    from nalaformer_hf.ops.dispatch import fused_forms
+    from nalaformer_hf.ops.dispatch import fused_delta_forms, fused_forms
 except ImportError:
-    fused_forms = None
+    fused_forms = fused_delta_forms = None
 
 
 class _Tokens(NamedTuple):
@@ -126,9 +127,10 @@ class NaLaAttention(nn.Module):
             (B, T, C) and the weights or None.
 
         Raises:
+            TypeError: If an argument is no tensor, or the cache is none.
             ValueError: If an argument has another shape, or contradicts another one or the config.
         """
-        self._check_inputs(hidden_states, attention_mask, cache, cu_seqlens)
+        self._check_inputs(hidden_states, attention_mask, position_ids, cache, cu_seqlens)
         if self.config.use_rotary and attention_mask is not None and position_ids is None:
             raise ValueError("position_ids: a rotary layer needs them beside attention_mask, got None.")
         batch, length = hidden_states.shape[:2]
@@ -149,18 +151,24 @@ class NaLaAttention(nn.Module):
         if layer is not None and new_state is not None:
             replay = self._replay_of(tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
-        out = self.o_proj(self._norm_and_gate(o, hidden_states))
+        out = in_pieces(self._project_out, o, hidden_states)
         if padding is not None:
             out = padding.restore(out)
         return out.view(batch, length, -1), weights
 
     def _check_inputs(
-        self, x: Tensor, mask: Tensor | None, cache: Cache | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        cu_seqlens: Tensor | None,
     ) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.config.hidden_size:
-            raise ValueError(
-                f"hidden_states must be (batch, tokens, {self.config.hidden_size}), got {tuple(x.shape)}."
-            )
+        check_hidden("hidden_states", x, self.config.hidden_size)
+        check_positions(position_ids, *x.shape[:2])
+        check_cache(cache)
+        if mask is not None:
+            check_tensor("attention_mask", mask)
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(
                 f"attention_mask must be (batch, tokens), {tuple(x.shape[:2])}, got {tuple(mask.shape)}."
@@ -314,9 +322,14 @@ class NaLaAttention(nn.Module):
     def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
         q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)
         v, beta, log_decay = tokens.v, tokens.beta, tokens.log_decay
+        fused = None
+        if fused_delta_forms is not None and not torch.compiler.is_compiling():
+            fused = fused_delta_forms(k, v, gated=log_decay is not None)
         if q.shape[1] == 1 and state is not None:
-            return step_delta_rule(q, k, v, beta, log_decay, state)
-        return chunked_delta_rule(q, k, v, beta, log_decay, initial_state=state, cu_seqlens=cu_seqlens)
+            step = step_delta_rule if fused is None or torch.is_grad_enabled() else fused.step
+            return step(q, k, v, beta, log_decay, state)
+        rule = chunked_delta_rule if fused is None else fused.attention
+        return rule(q, k, v, beta, log_decay, initial_state=state, cu_seqlens=cu_seqlens)
 
     def _gates(self, x: Tensor, padding: LeftPadding | None) -> tuple[Tensor | None, Tensor | None]:
         """β (B, T, H) of the delta rule, and its log decay, 0 at padding."""
@@ -330,8 +343,8 @@ class NaLaAttention(nn.Module):
             log_decay = log_decay.masked_fill(~padding.real.unsqueeze(-1), 0)
         return beta, log_decay
 
-    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
-        """Norm of the mixer's output in fp32, gate, (B, T, H V) in the dtype of x."""
+    def _project_out(self, o: Tensor, x: Tensor) -> Tensor:
+        """Norm of the mixer's output (B, T, H, V) in fp32, gate, output projection: (B, T, C)."""
         norm = self.o_norm
         if isinstance(norm, nn.RMSNorm):
             o = F.rms_norm(o, o.shape[-1:], norm.weight.to(o), norm.eps)
@@ -339,7 +352,7 @@ class NaLaAttention(nn.Module):
         if isinstance(norm, nn.LayerNorm):
             o = F.layer_norm(o, o.shape[-1:], norm.weight.to(o), norm.bias.to(o), norm.eps)
         o = o.to(x.dtype)
-        return o if self.g_proj is None else o * F.silu(self.g_proj(x))
+        return self.o_proj(o) if self.g_proj is None else gated_linear(self.o_proj, self.g_proj(x), o)
 
     def _weights(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Explicit weights of the `linear` mixer, (B, H, T, T) in fp32."""

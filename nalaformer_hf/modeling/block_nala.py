@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import (
 
 from .attention_nala import NaLaAttention
 from .configuration_nala import NaLaConfig
-from .linear_nala import NaLaLinear
+from .linear_nala import NaLaLinear, gated_linear
+from .pieces_nala import in_pieces
 
 
 class NaLaFullAttention(LlamaAttention):
@@ -45,11 +46,15 @@ class NaLaMLP(nn.Module):
         self.gate_proj = NaLaLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = NaLaLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = NaLaLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.hidden_act = config.hidden_act
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.hidden_act == "silu":
+            return gated_linear(self.down_proj, gate, up)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class NaLaBlock(GradientCheckpointingLayer):
@@ -66,6 +71,10 @@ class NaLaBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **mixer_inputs) -> Tensor:
         """(B, T, C) to (B, T, C); `mixer_inputs` are those of `self.attn`."""
-        mixed, _ = self.attn(self.attn_norm(hidden_states), **mixer_inputs)
+        mixed, _ = self.attn(in_pieces(self.attn_norm, hidden_states), **mixer_inputs)
+        return in_pieces(self._add_mlp, hidden_states, mixed)
+
+    def _add_mlp(self, hidden_states: Tensor, mixed: Tensor) -> Tensor:
+        """Both residual sums, and what of the block treats each token alone."""
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))

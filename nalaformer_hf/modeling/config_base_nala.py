@@ -5,8 +5,11 @@ import dataclasses
 import difflib
 import functools
 import math
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
+from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
@@ -14,6 +17,21 @@ from transformers.generation.configuration_utils import GenerationConfig
 from .feature_maps_nala import FeatureSpec
 
 FEATURE_FORMS = ("cosine", "polarity", "relu", "elu")
+
+
+class Range(NamedTuple):
+    """The numbers that a field takes, in words and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_ONE = Range("at least 1", lambda x: x >= 1)
+FINITE = Range("finite", math.isfinite)
+NOT_NEGATIVE = Range("finite and not negative", lambda x: 0 <= x < math.inf)
+POSITIVE = Range("finite and positive", lambda x: 0 < x < math.inf)
+RATE = Range("in [0, 1)", lambda x: 0 <= x < 1)
+
 # Keywords that the base class takes besides its fields.
 _LIBRARY_KEYWORDS = {
     "attn_implementation",
@@ -30,6 +48,16 @@ _LIBRARY_KEYWORDS = {
     "rope_theta",
     "torch_dtype",
 }
+# Types of what the base class takes and does not check.
+_LIBRARY_TYPES: dict[str, Any] = {
+    "num_labels": int | None,
+    "id2label": dict[int | str, Any] | None,
+    "label2id": dict | None,
+    "problem_type": Literal["regression", "single_label_classification", "multi_label_classification"] | None,
+    "dtype": str | torch.dtype | None,
+    "torch_dtype": str | torch.dtype | None,
+    "output_attentions": bool | None,
+}
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
@@ -39,8 +67,12 @@ def nearest(word: str, known: list[str] | tuple[str, ...]) -> str:
     return f"{hint}known: {', '.join(known)}"
 
 
+def _names_dtype(word: str) -> bool:
+    return isinstance(getattr(torch, word, None), torch.dtype)
+
+
 def plain_errors(config_class: type) -> type:
-    """Class decorator: a rejected field raises the ValueError or TypeError behind the library's own error."""
+    """Class decorator: a rejected field raises the innermost ValueError or TypeError of the library's own."""
     checked_init = config_class.__init__
 
     @functools.wraps(checked_init)
@@ -48,10 +80,12 @@ def plain_errors(config_class: type) -> type:
         try:
             checked_init(self, *args, **kwargs)
         except StrictDataclassError as error:
-            cause = error.__cause__
-            if isinstance(cause, (ValueError, TypeError)):
-                raise type(cause)(str(cause)) from error
-            raise
+            cause: BaseException = error
+            while isinstance(cause.__cause__, (ValueError, TypeError)):
+                cause = cause.__cause__
+            if cause is error:
+                raise
+            raise type(cause)(str(cause)) from error
 
     config_class.__init__ = init
     return config_class
@@ -74,7 +108,22 @@ class NaLaBaseConfig(PreTrainedConfig):
             raise TypeError(
                 f"{type(self).__name__} has no field {keyword!r}; {nearest(keyword, self._field_names())}"
             )
+        self._check_library_fields(kwargs)
         super().__post_init__(**kwargs)
+
+    def _check_library_fields(self, keywords: dict[str, Any]) -> None:
+        """Checks what the base class takes as it comes, and stumbles over or keeps."""
+        given = {name: keywords.get(name, vars(self).get(name)) for name in _LIBRARY_TYPES}
+        for name, value in given.items():
+            type_validator(name, value, _LIBRARY_TYPES[name])
+            if name.endswith("dtype") and isinstance(value, str) and not _names_dtype(value):
+                raise ValueError(f"{name} must name a dtype of torch, such as 'float32', got {value!r}.")
+        labels = given["id2label"]
+        if labels is not None and not all(str(number).isdecimal() for number in labels):
+            raise ValueError(f"id2label must map numbers to names, got the keys {list(labels)}.")
+        counted, count = ("num_labels", given["num_labels"]) if labels is None else ("id2label", len(labels))
+        if count is not None and count < 1:
+            raise ValueError(f"{counted} must have at least 1 label, got {count}.")
 
     @classmethod
     def _field_names(cls) -> list[str]:
@@ -128,21 +177,21 @@ class NaLaBaseConfig(PreTrainedConfig):
                     f"{field}: got {getattr(self, field)!r}; {nearest(getattr(self, field), known)}"
                 )
 
-    def _validate_at_least_one(self, *fields: str) -> None:
-        """Checks fields that count something."""
+    def _validate_numbers(self, allowed: Range, *fields: str) -> None:
+        """Checks fields of one number, or of a list of them; None is left to the field's type."""
         for field in fields:
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}.")
+            value = getattr(self, field)
+            numbers = value if isinstance(value, list) else [value]
+            if not all(number is None or allowed.holds(number) for number in numbers):
+                raise ValueError(f"{field} must be {allowed.words}, got {value}.")
 
     def _validate_features(self) -> None:
         fields: Any = self
-        if isinstance(fields.norm_scale, str) and fields.norm_scale != "rsqrt_dim":
+        if not isinstance(fields.norm_scale, str):
+            self._validate_numbers(NOT_NEGATIVE, "norm_scale")
+        elif fields.norm_scale != "rsqrt_dim":
             raise ValueError(f"norm_scale must be a number or 'rsqrt_dim', got {fields.norm_scale!r}.")
-        if not isinstance(fields.norm_scale, str) and not 0 <= fields.norm_scale < math.inf:
-            raise ValueError(f"norm_scale must be finite and not negative, got {fields.norm_scale}.")
-        for field in ("feature_power", "feature_tau", "feature_gain"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"{field} must be finite and positive, got {getattr(self, field)}.")
+        self._validate_numbers(POSITIVE, "feature_power", "feature_tau", "feature_gain")
         if fields.feature_form in ("cosine", "polarity") and fields.feature_power * fields.feature_tau < 1:
             raise ValueError(
                 f"feature_power * feature_tau must be at least 1 (the gradient of |d|^p is unbounded below "

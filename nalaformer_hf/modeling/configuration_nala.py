@@ -5,13 +5,24 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from .config_base_nala import FEATURE_FORMS, NaLaBaseConfig, nearest, plain_errors
+from .config_base_nala import (
+    AT_LEAST_ONE,
+    FEATURE_FORMS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RATE,
+    NaLaBaseConfig,
+    nearest,
+    plain_errors,
+)
 from .feature_maps_nala import FeatureSpec
 
 MIXERS = ("linear", "delta", "gated_delta")
 LAYER_TYPES = ("nala_attention", "full_attention")
 OUTPUT_NORMS = ("layer_norm", "head_rms_norm", "none")
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 # Features are twice as wide as heads; flash-linear-attention's delta-rule kernels stop at a key width of 256.
 MAX_DELTA_KEY_WIDTH = 256
 
@@ -96,6 +107,8 @@ class NaLaConfig(NaLaBaseConfig):
             "layer_norm" for `linear` and "head_rms_norm" for the delta mixers.
         is_causal: False makes an encoder (`linear` and full attention only).
         classifier_pooling: "last" or "mean" token for sequence classification.
+        chunk_loss: Compute a language model's loss piece by piece of the tokens and return no logits with it:
+            less memory, for a third more of the head's products.
         training_facts: How the weights were trained, name to value, for the model card.
 
     `num_key_value_heads`, `attention_bias` and `attention_dropout` concern full attention only; so does
@@ -133,6 +146,7 @@ class NaLaConfig(NaLaBaseConfig):
     output_norm: str | None = None
     is_causal: bool = True
     classifier_pooling: str = "last"
+    chunk_loss: bool = False
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict | None = None
@@ -216,7 +230,6 @@ class NaLaConfig(NaLaBaseConfig):
         )
         self._validate_sizes()
         self._validate_features()
-        self._validate_rotary()
         self._validate_delta()
 
     def _validate_sizes(self):
@@ -227,7 +240,12 @@ class NaLaConfig(NaLaBaseConfig):
             "num_hidden_layers",
             "num_attention_heads",
         )
-        self._validate_at_least_one(*fields, "num_key_value_heads", "head_dim", "value_head_dim", "conv_size")
+        heads = ("num_key_value_heads", "head_dim", "value_head_dim")
+        self._validate_numbers(AT_LEAST_ONE, *fields, *heads, "conv_size", "max_position_embeddings")
+        self._validate_numbers(POSITIVE, "rms_norm_eps")
+        self._validate_numbers(NOT_NEGATIVE, "initializer_range")
+        self._validate_numbers(NOT_NEGATIVE, "pad_token_id", "bos_token_id", "eos_token_id")
+        self._validate_numbers(RATE, "attention_dropout")
         if "full_attention" not in self._filled("layer_types"):
             return
         head_dim = self._filled("head_dim")
@@ -241,6 +259,29 @@ class NaLaConfig(NaLaBaseConfig):
                 f"{self.num_attention_heads} and {self._filled('num_key_value_heads')}."
             )
 
+    def validate_rope(self):
+        """Checks `rope_parameters`: its type, keys and numbers, and what `use_rotary` asks of it."""
+        parameters = self._filled("rope_parameters")
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            known = nearest(str(rope_type), ROPE_TYPES)
+            raise ValueError(f"rope_parameters: no rope_type {rope_type!r}; {known}")
+        ignored = {"mrope_section"} | ({"partial_rotary_factor"} if rope_type != "proportional" else set())
+        known = tuple(name for name in RopeParameters.__annotations__ if name not in ignored)
+        for name, value in parameters.items():
+            if name not in known:
+                raise ValueError(
+                    f"rope_parameters: {rope_type!r} has no {name!r}; {nearest(str(name), known)}"
+                )
+            if name not in ("rope_type", "truncate") and value is not None:
+                _check_rope_numbers(name, value)
+        self._validate_rotary()
+        if "full_attention" in self._filled("layer_types"):
+            try:
+                super().validate_rope()
+            except KeyError as error:  # a key that this type needs is missing
+                raise ValueError(f"rope_parameters: {error.args[0]}") from error
+
     def _validate_rotary(self):
         if not self.use_rotary:
             return
@@ -248,14 +289,9 @@ class NaLaConfig(NaLaBaseConfig):
             raise ValueError(
                 f"use_rotary concerns the 'linear' mixer only, got use_rotary=True with {self.mixer!r}."
             )
-        if (
-            self._filled("rope_parameters")["rope_type"] != "default"
-            or self._filled("rope_parameters")["rope_theta"] <= 0
-        ):
-            raise ValueError(
-                "rope_parameters: use_rotary takes rope_type 'default' and a positive rope_theta, got "
-                f"{self._filled('rope_parameters')}."
-            )
+        rope_type = self._filled("rope_parameters")["rope_type"]
+        if rope_type != "default":
+            raise ValueError(f"rope_parameters: use_rotary takes rope_type 'default', got {rope_type!r}.")
         head_dim = self._filled("head_dim")
         if self.feature_spec.width(head_dim) % 2:
             raise ValueError(
@@ -273,6 +309,17 @@ class NaLaConfig(NaLaBaseConfig):
                 f"head_dim: the delta mixers take features up to {MAX_DELTA_KEY_WIDTH} wide, got {key_width} "
                 f"from head_dim={self._filled('head_dim')}."
             )
+
+
+def _check_rope_numbers(name: str, value: Any) -> None:
+    """Checks one entry of `rope_parameters`, a number or a list of them."""
+    allowed = NOT_NEGATIVE if name.startswith("mscale") else POSITIVE
+    takes_list = name in ("short_factor", "long_factor")
+    numbers = value if isinstance(value, list) else [value]
+    fits = all(type(number) in (int, float) and allowed.holds(number) for number in numbers)
+    if not fits or isinstance(value, list) != takes_list:
+        kind = "a list, each number " if takes_list else ""
+        raise ValueError(f"rope_parameters: {name} must be {kind}{allowed.words}, got {value!r}.")
 
 
 __all__ = ["NaLaConfig"]

@@ -7,7 +7,17 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.backbone_utils import BackboneConfigMixin
 
-from .config_base_nala import FEATURE_FORMS, NaLaBaseConfig, nearest, plain_errors
+from .config_base_nala import (
+    AT_LEAST_ONE,
+    FEATURE_FORMS,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RATE,
+    NaLaBaseConfig,
+    nearest,
+    plain_errors,
+)
 from .feature_maps_nala import FeatureSpec
 
 MIXERS = ("linear", "softmax")
@@ -161,11 +171,12 @@ class NaLaVisionConfig(BackboneConfigMixin, NaLaBaseConfig):
     def validate_architecture(self):
         """Checks each field's range and what fields demand of each other."""
         self._validate_choices(stem=STEMS, feature_form=FEATURE_FORMS)
-        self._validate_at_least_one("num_channels", "image_size")
-        if self.projection_dim is not None:
-            self._validate_at_least_one("projection_dim")
-        if not 0 <= self.drop_path_rate < 1:
-            raise ValueError(f"drop_path_rate must be in [0, 1), got {self.drop_path_rate}.")
+        sizes = ("num_channels", "image_size", "projection_dim")
+        self._validate_numbers(AT_LEAST_ONE, *sizes, "hidden_sizes", "depths", "num_attention_heads")
+        self._validate_numbers(POSITIVE, "mlp_ratios", "layer_norm_eps")
+        self._validate_numbers(FINITE, "layer_scale_init_values")
+        self._validate_numbers(NOT_NEGATIVE, "initializer_range")
+        self._validate_numbers(RATE, "drop_path_rate")
         self._validate_stages()
         self._validate_features()
 
@@ -178,9 +189,6 @@ class NaLaVisionConfig(BackboneConfigMixin, NaLaBaseConfig):
                 raise ValueError(
                     f"{field} must have one entry a stage, {self.num_stages} like hidden_sizes, got {values}."
                 )
-        for field in ("hidden_sizes", "depths", "num_attention_heads"):
-            if min(getattr(self, field)) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}.")
         for stage, mixer in enumerate(self.mixers):
             if mixer not in MIXERS:
                 raise ValueError(f"mixers: got {mixer!r}; {nearest(mixer, MIXERS)}")

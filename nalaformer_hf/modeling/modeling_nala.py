@@ -6,7 +6,7 @@ Letters in shapes: B batch, T tokens, C hidden size, R packed sequences.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,19 @@ from .hub_nala import HubModel
 from .inputs_nala import (
     check_cache,
     check_keywords,
+    check_logits_to_keep,
+    check_mask,
     check_positions,
+    check_tensor,
     check_tokens,
+    check_unpacked,
     default_positions,
     packed_bounds,
     sequence_of_token,
 )
 from .linear_nala import NaLaLinear
+from .loss_nala import chunked_loss
+from .pieces_nala import in_pieces
 from .short_convolution_nala import ShortConvolution
 
 
@@ -136,13 +142,14 @@ class NaLaModel(NaLaPreTrainedModel):
                 sequences of one row, `seq_idx` (B, T) numbers those of each row.
 
         Raises:
-            TypeError: For any other keyword, or a cache that is none.
+            TypeError: For any other keyword, what is no tensor, or a cache that is none.
             ValueError: For inputs of another shape, or that contradict each other.
         """
         check_keywords(kwargs)
-        check_tokens(input_ids, inputs_embeds, self.config.hidden_size)
+        tokens = check_tokens(input_ids, inputs_embeds, self)
+        check_mask(attention_mask, self.config.layer_types)
         check_cache(cache)
-        x: Tensor = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        x: Tensor = self.embeddings(tokens) if inputs_embeds is None else tokens
         check_positions(position_ids, *x.shape[:2])
         cu_seqlens = packed_bounds(x, attention_mask, position_ids, cache, kwargs)
         use_cache = use_cache and cu_seqlens is None and self.config.is_causal
@@ -171,7 +178,9 @@ class NaLaModel(NaLaPreTrainedModel):
                 cache=cache,
                 **mixer_inputs[layer_type],
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), cache=cache if use_cache else None)
+        return BaseModelOutputWithPast(
+            last_hidden_state=in_pieces(self.norm, x), cache=cache if use_cache else None
+        )
 
     def _gives_attentions(self, keywords: dict) -> bool:
         wanted = bool(keywords.get("output_attentions", self.config.output_attentions))
@@ -234,6 +243,19 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         self.lm_head = NaLaLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the library's.
+
+        Raises:
+            ValueError: Also if the model is not causal.
+        """
+        if not self.config.is_causal:
+            raise ValueError(
+                "generate needs a causal model, got is_causal=False: an encoder reads later tokens, "
+                "which are still to come."
+            )
+        return cast("Any", super()).generate(*args, **kwargs)
+
     def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args, **kwargs) -> nn.Linear:
         """The library's resized head, of the class that a reload makes."""
         resized = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
@@ -258,6 +280,8 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of the next token, and the loss against `labels`.
 
+        With `config.chunk_loss` and labels there are no logits (None), since they are never held at once.
+
         Args:
             input_ids: As for `NaLaModel.forward`, like all arguments not listed here.
             attention_mask: (B, past + T).
@@ -270,10 +294,18 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             **kwargs: As for `NaLaModel.forward`.
 
         Raises:
-            ValueError: If there are labels but the model is not causal: it would see what it is to predict.
+            TypeError: If `logits_to_keep` is neither a number nor a tensor.
+            ValueError: If there are labels but the model is not causal: it would see what it is to predict;
+                for a negative `logits_to_keep`, or one beside `config.chunk_loss`, which leaves no logits.
         """
+        check_logits_to_keep(logits_to_keep)
         if labels is not None and not kwargs.get("is_causal", self.config.is_causal):
             raise ValueError("labels: the loss of the next token needs a causal model, got is_causal=False.")
+        chunked = self.config.chunk_loss
+        if labels is not None and chunked and (isinstance(logits_to_keep, Tensor) or logits_to_keep != 0):
+            raise ValueError(
+                f"logits_to_keep: chunk_loss leaves no logits beside labels, got {logits_to_keep}."
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -283,13 +315,16 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+        hidden_states, vocab_size = outputs.last_hidden_state, self.config.vocab_size
+        logits, loss = None, None
+        if labels is not None and chunked:
+            head, loss_function = self.lm_head, self.loss_function
+            loss = chunked_loss(head, loss_function, hidden_states, labels, vocab_size=vocab_size, **kwargs)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -340,10 +375,15 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             **kwargs: As for `NaLaModel.forward`.
 
         Raises:
-            ValueError: If nothing tells which tokens of a batch's rows are real.
+            TypeError: If `attention_mask` is no tensor.
+            ValueError: If nothing tells which tokens of a batch's rows are real, or the rows are packed.
         """
+        tokens = check_tokens(input_ids, inputs_embeds, self)
+        if attention_mask is not None:
+            check_tensor("attention_mask", attention_mask)
+        check_unpacked(tokens, attention_mask, position_ids, cache, kwargs)
         if attention_mask is None:
-            attention_mask = self._real_tokens(input_ids, inputs_embeds, cache)
+            attention_mask = self._real_tokens(tokens, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -366,18 +406,15 @@ class NaLaForSequenceClassification(NaLaPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _real_tokens(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: Cache | None
-    ) -> Tensor | None:
+    def _real_tokens(self, tokens: Tensor, cache: Cache | None) -> Tensor | None:
         """(B, T), True at real tokens; None for one row that has no padding."""
         pad = self.config.pad_token_id
-        if input_ids is not None and pad is not None and cache is None:
-            return input_ids != pad
-        batch = max(len(x) for x in (input_ids, inputs_embeds) if x is not None)
-        if batch > 1:
+        if tokens.ndim == 2 and pad is not None and cache is None:  # ids
+            return tokens != pad
+        if len(tokens) > 1:
             raise ValueError(
-                f"attention_mask: {batch} rows need one, or config.pad_token_id and input_ids without a "
-                "cache, to find their real tokens, got None."
+                f"attention_mask: {len(tokens)} rows need one, or config.pad_token_id and input_ids without "
+                "a cache, to find their real tokens, got None."
             )
         return None
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..modeling.feature_maps_nala import FeatureSpec
+from ..modeling.inputs_nala import check_bounds
 
 FORMS = ("cosine", "polarity", "relu", "elu")
 LAYOUTS = ("phase", "axial")
@@ -99,16 +99,9 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor) -> None:
     """Bounds 0 = c_0 ≤ c_1 ≤ ... ≤ c_R = T of the sequences packed into the one row of q."""
     if cu_seqlens is None:
         return
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        came = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: wanted an int32 or int64 tensor, got {came}")
+    check_bounds("cu_seqlens", cu_seqlens, q.shape[1])
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: wanted one packed row, q with B = 1, got B = {q.shape[0]}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens: wanted the shape (R + 1,), R ≥ 1, got {tuple(cu_seqlens.shape)}")
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != q.shape[1] or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens: wanted bounds that rise from 0 to T = {q.shape[1]}, got {bounds}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import warnings
@@ -10,8 +11,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+from ..modeling.configuration_nala import MAX_DELTA_KEY_WIDTH
 from ..modeling.feature_maps_nala import FeatureSpec
 from ._checks import check_choice
 
@@ -19,6 +22,9 @@ BACKENDS = ("reference", "recurrent", "torch", "triton", "auto")
 TRITON_FORMS = ("cosine", "polarity")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_TRITON_WIDTH = 256
+FLA_DTYPES = (torch.float16, torch.bfloat16)
+MIN_FLA_VERSION = "0.6"
+_INSTALL = "pip install 'nalaformer-hf[kernels]'"
 
 
 def resolve_backend(
@@ -72,7 +78,7 @@ def why_not_triton(
 ) -> str | None:
     """Why the fused kernels cannot run, in words; None if they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'nalaformer-hf[kernels]')"
+        return f"triton is not installed ({_INSTALL})"
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreting()):
         return f"it needs tensors on a GPU, got {device.type} ones (or TRITON_INTERPRET=1, which is slow)"
     if dtype not in TRITON_DTYPES:
@@ -85,8 +91,39 @@ def why_not_triton(
     return None
 
 
+def why_not_fla(device: torch.device, dtype: torch.dtype, key_width: int) -> str | None:
+    """Why flash-linear-attention's delta kernels cannot run, in words; None if they can.
+
+    Args:
+        device: Where v is.
+        dtype: Its dtype.
+        key_width: Width of the features.
+    """
+    version = fla_version()
+    if version is None or importlib.util.find_spec("triton") is None:
+        return f"flash-linear-attention or triton is not installed ({_INSTALL})"
+    if Version(version) < Version(MIN_FLA_VERSION):
+        return f"it takes fla-core {MIN_FLA_VERSION} or newer, got {version}"
+    if device.type != "cuda":
+        return f"flash-linear-attention needs tensors on a GPU, got {device.type} ones"
+    if dtype not in FLA_DTYPES:
+        return f"flash-linear-attention takes {', '.join(map(str, FLA_DTYPES))}, got {dtype}"
+    if key_width > MAX_DELTA_KEY_WIDTH:
+        return f"flash-linear-attention takes features up to {MAX_DELTA_KEY_WIDTH} wide, got {key_width}"
+    return None
+
+
+@cache
+def fla_version() -> str | None:
+    """Version of flash-linear-attention's kernels; None where they are not installed."""
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 class FusedForms(NamedTuple):
-    """The fused twins of `modeling.linear_attention_nala`'s two forms."""
+    """The fused twins of a mixer's torch forms: for a whole sequence, and for one token after a state."""
 
     attention: Callable[..., Any]
     step: Callable[..., Any]
@@ -110,6 +147,32 @@ def fused_forms(q: Tensor, v: Tensor, spec: FeatureSpec) -> FusedForms | None:
     from .triton.decode import fused_step
 
     return FusedForms(fused_attention, fused_step)
+
+
+def fused_delta_forms(k: Tensor, v: Tensor, gated: bool) -> FusedForms | None:
+    """What a model's delta layer runs instead of the torch form; None where that one is used, said once.
+
+    Args:
+        k: Features (B, T, H, K).
+        v: (B, T, H, V).
+        gated: Whether there is a decay.
+    """
+    if v.device.type == "cpu":
+        return None
+    reason = why_not_fla(v.device, v.dtype, k.shape[-1])
+    if reason is None:
+        from .triton.delta_selftest import DeltaCase
+        from .triton.trust import why_not_trusted
+
+        # fla tunes its kernels for each size, so the test takes the one that is about to be used.
+        case = DeltaCase(gated, v.dtype, v.shape[2], k.shape[-1], v.shape[-1])
+        reason = why_not_trusted(v.device, case)
+    if reason is not None:
+        _say_once(f"nalaformer_hf runs the delta rule on its torch form: {reason}")
+        return None
+    from .triton.delta import fla_delta_rule, fla_step_delta_rule
+
+    return FusedForms(fla_delta_rule, fla_step_delta_rule)
 
 
 def is_interpreting() -> bool:

@@ -3,14 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.sections import ModelSection, RunConfig, checked_train
-from nalaformer_hf.training.settings import checked, read_sections, require_at_least, require_one
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
+from nalaformer_hf.training.sections import ModelSection, RunConfig, read_run_config
+from nalaformer_hf.training.settings import require_at_least, require_one
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -110,6 +107,7 @@ class LMTrainConfig(RunConfig):
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
+    model: ModelSection
     data: DataSection
     tokenizer: TokenizerSection
 
@@ -125,16 +123,6 @@ class LMTrainConfig(RunConfig):
             raise ConfigError(
                 "train.dataloader_num_workers must be 0 or 1 for a streamed corpus, which is one stream"
             )
-        self._check_accumulation("data.sequences_per_step", self.data.sequences_per_step)
-
-    def training_arguments(self) -> "TrainingArguments":
-        """Build the `TrainingArguments`, which joins the process group of a launched run.
-
-        Raises:
-            ConfigError: `TrainingArguments` refuses its values, or `data.sequences_per_step` cannot be
-                divided among the processes and their batches.
-        """
-        return self._training_arguments("data.sequences_per_step", self.data.sequences_per_step)
 
 
 def load_config(
@@ -156,6 +144,4 @@ def load_config(
         ConfigTypeError: A value of the wrong type.
     """
     sections = {"model": ModelSection, "data": DataSection, "tokenizer": TokenizerSection}
-    values = read_sections("lm", source, overrides, [*sections, "train"])
-    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
-    return LMTrainConfig(**parsed, train=checked_train(values["train"]))
+    return read_run_config("lm", LMTrainConfig, sections, source, overrides)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from nalaformer_hf.training.config import DataSection
 from nalaformer_hf.training.errors import ConfigError
@@ -96,7 +97,10 @@ def _load(data: DataSection, files: list[str] | str | None, split: str) -> Docum
         source = {"path": kind, "data_files": paths, "split": "train"}
         if kind == "text":
             source["sample_by"] = "document"
-    loaded = load_dataset(**source, streaming=data.streaming)
+    try:
+        loaded = load_dataset(**source, streaming=data.streaming)
+    except DatasetGenerationError as error:
+        raise ConfigError(f"data: {source['path']} cannot be read as such: {error.__cause__}") from error
     if isinstance(loaded, DatasetDict | IterableDatasetDict):
         raise ConfigError(f"data.split must name one split, got {split!r}")
     return loaded

@@ -4,22 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments, set_seed
+from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, TrainingArguments
 
+from nalaformer_hf import NaLaVisionConfig
 from nalaformer_hf.training.image_batches import AugmentedImages, PreparedImages, collate, make_augmentation
 from nalaformer_hf.training.image_config import ImageDataSection, ImageTrainConfig
 from nalaformer_hf.training.image_data import Images, load_images
 from nalaformer_hf.training.image_models import ImageModel, make_image_model
 from nalaformer_hf.training.image_trainer import ImageTrainer
-from nalaformer_hf.training.runs import (
-    RunResult,
-    final_metrics,
-    finish_run,
-    open_run,
-    run_facts,
-    train_or_stop,
-    write_result,
-)
+from nalaformer_hf.training.models import check_model
+from nalaformer_hf.training.runs import Outcome, RunResult, final_metrics, preparing, train_to_the_end
 
 
 @dataclass(frozen=True)
@@ -57,17 +51,15 @@ def train_image(config: ImageTrainConfig, *, resume: bool = False) -> ImageTrain
         ConfigError: There is a run already and `resume` is not set, or it has another model, other images or
             another augmentation; the images or the model do not exist or do not fit together.
     """
+    check_model(config.model, NaLaVisionConfig, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING)
     arguments = config.training_arguments()
-    with arguments.main_process_first(local=arguments.save_on_each_node, desc="preparing the images"):
-        if arguments.should_save:
-            open_run(config, resume=resume, kept=("model", "data", "augment", "ema"))
+    with preparing(config, arguments, resume=resume, kept=("model", "data", "augment", "ema")):
         images = load_images(config.data)
-    set_seed(arguments.seed)
     model = make_image_model(config.model, config.data, images.classes)
     trainer = _make_trainer(config, arguments, model, images)
-    if not train_or_stop(trainer, config.output_dir):
-        return ImageTrainResult(**run_facts(trainer, config.output_dir, finished=False))
-    return _finish(trainer, config)
+    return train_to_the_end(
+        trainer, config.output_dir, ImageTrainResult, lambda: _evaluate(trainer, config.data)
+    )
 
 
 def _make_trainer(
@@ -88,20 +80,12 @@ def _make_trainer(
     )
 
 
-def _finish(trainer: ImageTrainer, config: ImageTrainConfig) -> ImageTrainResult:
-    """Evaluate, save the model, and note the result."""
+def _evaluate(trainer: ImageTrainer, data: ImageDataSection) -> Outcome:
+    """Evaluate, and let the model have the averaged weights that were evaluated."""
     metrics = final_metrics(trainer)
     trainer.take_average()
-    finish_run(trainer, config.output_dir, _facts(trainer, config.data, metrics))
-    result = ImageTrainResult(
-        **run_facts(trainer, config.output_dir, finished=True),
-        loss=metrics["eval_loss"],
-        top1=metrics["eval_top1"],
-        top5=metrics["eval_top5"],
-    )
-    if trainer.args.should_save:
-        write_result(result, config.output_dir)
-    return result
+    figures = {name: metrics[f"eval_{name}"] for name in ("loss", "top1", "top5")}
+    return _facts(trainer, data, metrics), figures
 
 
 def _facts(trainer: ImageTrainer, data: ImageDataSection, metrics: dict[str, float]) -> dict[str, Any]:

@@ -3,15 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.sections import ModelSection, RunConfig, checked_train
-from nalaformer_hf.training.settings import checked, read_sections, require_at_least
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
+from nalaformer_hf.training.sections import ModelSection, RunConfig, read_run_config
+from nalaformer_hf.training.settings import require_at_least
 
 # Arguments of the Trainer that would spoil a run, and how.
 _MUST_BE_FALSE = {
@@ -145,31 +141,21 @@ class ImageTrainConfig(RunConfig):
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
+    model: ModelSection
     data: ImageDataSection
     augment: AugmentSection
     ema: EmaSection
+    samples_per_step: ClassVar[str] = "images_per_step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_accumulation("data.images_per_step", self.data.images_per_step)
-        for name, reason in _MUST_BE_FALSE.items():
-            if self.train.get(name):
-                raise ConfigError(f"train.{name} must be false: {reason}")
+        self._check_false(_MUST_BE_FALSE)
         size = self.train.get("per_device_train_batch_size", 8)
         if self.augment.mixes and size % 2:
             raise ConfigError(
                 "train.per_device_train_batch_size must be even where augment.mixup or augment.cutmix mix"
                 f" pairs, got {size}"
             )
-
-    def training_arguments(self) -> "TrainingArguments":
-        """Build the `TrainingArguments`, which joins the process group of a launched run.
-
-        Raises:
-            ConfigError: `TrainingArguments` refuses its values, or `data.images_per_step` cannot be divided
-                among the processes and their batches.
-        """
-        return self._training_arguments("data.images_per_step", self.data.images_per_step)
 
 
 def load_image_config(
@@ -190,6 +176,4 @@ def load_image_config(
         ConfigTypeError: A value of the wrong type.
     """
     sections = {"model": ModelSection, "data": ImageDataSection, "augment": AugmentSection, "ema": EmaSection}
-    values = read_sections("image", source, overrides, [*sections, "train"])
-    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
-    return ImageTrainConfig(**parsed, train=checked_train(values["train"]))
+    return read_run_config("image", ImageTrainConfig, sections, source, overrides)

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
-import nalaformer_hf.dropins  # noqa: F401 - registers its models
 from nalaformer_hf import NaLaVisionConfig
+from nalaformer_hf.dropins import register_dropins
+from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.image_batches import check_channels, make_processor
 from nalaformer_hf.training.image_config import ImageDataSection
 from nalaformer_hf.training.models import build_config
 from nalaformer_hf.training.sections import ModelSection
+
+register_dropins()
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ def _new(section: ModelSection, values: dict[str, Any]) -> PreTrainedModel:
 
 
 def _pretrained(name: str, values: dict[str, Any]) -> PreTrainedModel:
-    network, info = AutoModelForImageClassification.from_pretrained(
-        name, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **values
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    network, info = load_pretrained(
+        AutoModelForImageClassification, name, "model.pretrained: an image classifier", **options, **values
     )
     num_classes = len(values["id2label"])
     for key, _, wanted in info["mismatched_keys"]:
@@ -79,7 +83,7 @@ def _processor(section: ModelSection, data: ImageDataSection, config: Any) -> An
     made = make_processor(config.image_size, config.num_channels, data.crop_fraction)
     if section.pretrained is None:
         return made
-    own = AutoImageProcessor.from_pretrained(section.pretrained)
+    own = load_pretrained(AutoImageProcessor, section.pretrained, "model.pretrained: an image processor")
     if data.image_size is None and data.crop_fraction is None:
         return own
     made.image_mean, made.image_std = own.image_mean, own.image_std

@@ -5,22 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 
+from nalaformer_hf import NaLaConfig
 from nalaformer_hf.training.blocks import PackedStream, pack_corpus, pack_in_memory, pad_blocks
 from nalaformer_hf.training.config import DataSection, LMTrainConfig
 from nalaformer_hf.training.corpus import count_bytes, load_corpus
-from nalaformer_hf.training.models import make_model
+from nalaformer_hf.training.models import check_model, make_model
 from nalaformer_hf.training.packing import PackingCollator, needs_flattening
-from nalaformer_hf.training.runs import (
-    RunResult,
-    final_metrics,
-    finish_run,
-    open_run,
-    run_facts,
-    train_or_stop,
-    write_result,
-)
+from nalaformer_hf.training.runs import Outcome, RunResult, final_metrics, preparing, train_to_the_end
 from nalaformer_hf.training.tokenizer import boundary_tokens, make_tokenizer
 from nalaformer_hf.training.trainer import LMTrainer
 
@@ -58,21 +56,19 @@ def train_lm(config: LMTrainConfig, *, resume: bool = False) -> TrainResult:
         Where the run stands.
 
     Raises:
-        ConfigError: There is a run already and `resume` is not set, or it has another model, tokenizer or
-            corpus.
+        ConfigError: There is no such model; there is a run already and `resume` is not set, or it has another
+            model, tokenizer or corpus.
     """
+    check_model(config.model, NaLaConfig, MODEL_FOR_CAUSAL_LM_MAPPING)
     arguments = config.training_arguments()
     output_dir = config.output_dir
-    with arguments.main_process_first(local=arguments.save_on_each_node, desc="preparing the text"):
-        if arguments.should_save:
-            made = (TOKENIZER_DIR, BLOCKS_DIR)
-            open_run(config, resume=resume, kept=("model", "data", "tokenizer"), made=made)
+    kept, made = ("model", "data", "tokenizer"), (TOKENIZER_DIR, BLOCKS_DIR)
+    with preparing(config, arguments, resume=resume, kept=kept, made=made):
         corpus = load_corpus(config.data, arguments.seed)
         tokenizer = make_tokenizer(
             config.tokenizer, corpus.train, output_dir / TOKENIZER_DIR, pretrained=config.model.pretrained
         )
         blocks = pack_corpus(corpus.train, tokenizer, config.data.block_size, output_dir / BLOCKS_DIR)
-    set_seed(arguments.seed)
     trainer = _make_trainer(
         arguments,
         make_model(config.model, tokenizer),
@@ -81,9 +77,7 @@ def train_lm(config: LMTrainConfig, *, resume: bool = False) -> TrainResult:
         corpus.heldout,
         config.data.block_size,
     )
-    if not train_or_stop(trainer, output_dir):
-        return TrainResult(**run_facts(trainer, output_dir, finished=False))
-    return _finish(trainer, config)
+    return train_to_the_end(trainer, output_dir, TrainResult, lambda: _evaluate(trainer, config.data))
 
 
 def _make_trainer(
@@ -110,18 +104,13 @@ def _make_trainer(
     )
 
 
-def _finish(trainer: LMTrainer, config: LMTrainConfig) -> TrainResult:
-    """Evaluate, save the model, and note the result."""
+def _evaluate(trainer: LMTrainer, data: DataSection) -> Outcome:
     metrics = final_metrics(trainer)
-    finish_run(trainer, config.output_dir, _facts(trainer, config.data, metrics))
-    result = TrainResult(
-        **run_facts(trainer, config.output_dir, finished=True),
-        heldout_loss=metrics["eval_loss"],
-        heldout_bits_per_byte=metrics["eval_bits_per_byte"],
-    )
-    if trainer.args.should_save:
-        write_result(result, config.output_dir)
-    return result
+    figures = {
+        "heldout_loss": metrics["eval_loss"],
+        "heldout_bits_per_byte": metrics["eval_bits_per_byte"],
+    }
+    return _facts(trainer, data, metrics), figures
 
 
 def _facts(trainer: LMTrainer, data: DataSection, metrics: dict[str, float]) -> dict[str, Any]:

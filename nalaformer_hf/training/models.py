@@ -1,12 +1,15 @@
 """Models of a run: a NaLa preset, or any other causal language model of transformers."""
 
 import copy
+from collections.abc import Container
 from dataclasses import fields
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -14,11 +17,32 @@ from transformers import (
 )
 
 from nalaformer_hf import NaLaConfig
+from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.modeling.config_base_nala import NaLaBaseConfig
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.sections import ModelSection
 from nalaformer_hf.training.settings import check_known
 from nalaformer_hf.training.tokenizer import boundary_tokens
+
+
+def check_model(section: ModelSection, preset_class: type[NaLaBaseConfig], mapping: Container[type]) -> None:
+    """Refuse a model section that no data could make a model of: cheap, and so before data are read.
+
+    Args:
+        section: The model section.
+        preset_class: The configuration whose presets it may name.
+        mapping: Configurations of the models that are of the run's kind.
+
+    Raises:
+        ConfigError: Unknown field, preset or architecture, a value out of range, no checkpoint, or a model of
+            another kind.
+    """
+    if section.pretrained is not None:
+        config = load_pretrained(AutoConfig, section.pretrained, "model.pretrained: a configuration")
+    else:
+        config = build_config(section, section.overrides, preset_class)
+    if type(config) not in mapping:
+        raise ConfigError(f"model must be of the run's kind, got the architecture {config.model_type!r}")
 
 
 def make_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -32,7 +56,8 @@ def make_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pre
         ConfigError: Unknown field, unknown architecture, or a vocabulary smaller than the tokenizer's.
     """
     if section.pretrained is not None:
-        model = AutoModelForCausalLM.from_pretrained(section.pretrained, dtype=torch.float32)
+        what = "model.pretrained: a causal language model"
+        model = load_pretrained(AutoModelForCausalLM, section.pretrained, what, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(make_config(section, tokenizer), dtype=torch.float32)
     if (have := model.config.vocab_size) < len(tokenizer):
@@ -47,11 +72,7 @@ def make_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pr
     begin, end = boundary_tokens(tokenizer)
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
-    values = tokens | section.overrides
-    try:
-        return build_config(section, values, NaLaConfig)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model: {error}") from error
+    return build_config(section, tokens | section.overrides, NaLaConfig)
 
 
 def build_config(
@@ -65,15 +86,20 @@ def build_config(
         preset_class: The configuration whose presets it may name.
 
     Raises:
-        ConfigError: Unknown field or architecture.
+        ConfigError: Unknown field, preset or architecture, or a value that the configuration refuses.
     """
-    if section.preset is not None:
-        _check_fields(preset_class, section.overrides)
-        return preset_class.from_preset(section.preset, **values)
-    given = _config_dict(section.config)
-    config_class = CONFIG_MAPPING[given["model_type"]]
-    _check_fields(config_class, section.overrides)
-    return config_class.from_dict(given | values)
+    try:
+        if section.preset is not None:
+            check_fields(preset_class, section.overrides)
+            return preset_class.from_preset(section.preset, **values)
+        given = _config_dict(section.config)
+        config_class = CONFIG_MAPPING[given["model_type"]]
+        check_fields(config_class, section.overrides)
+        return config_class.from_dict(given | values)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(f"model: {error}") from error
 
 
 def match_size(config: PreTrainedConfig, num_parameters: int) -> PreTrainedConfig:
@@ -118,10 +144,17 @@ def _config_dict(source: str | dict[str, Any] | None) -> dict[str, Any]:
         raise ConfigError(f"model.config must have the key model_type, got {', '.join(given) or 'no key'}")
     check_known("model_type ", [given["model_type"]], CONFIG_MAPPING)
     if not isinstance(source, str):
-        _check_fields(CONFIG_MAPPING[given["model_type"]], given, where="key model.config.")
+        check_fields(CONFIG_MAPPING[given["model_type"]], given, where="key model.config.")
     return given
 
 
-def _check_fields(config_class: type, given: dict[str, Any], where: str = "key model.overrides.") -> None:
+def check_fields(config_class: type, given: dict[str, Any], where: str = "key model.overrides.") -> None:
+    """Refuse fields that a configuration does not have, each with the nearest one that it has.
+
+    Args:
+        config_class: The configuration's class.
+        given: Its fields, by name.
+        where: What stands before a name in the message.
+    """
     known = {field.name for field in fields(config_class)} | set(getattr(config_class, "attribute_map", {}))
     check_known(where, (name for name in given if name != "model_type"), known)

@@ -8,6 +8,7 @@ _SHOWN = {
     "loss": "loss",
     "eval_bits_per_byte": "held-out bits per byte",
     "eval_top1": "held-out top-1",
+    "eval_accuracy": "validation accuracy",
 }
 
 

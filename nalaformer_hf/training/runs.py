@@ -2,13 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from nalaformer_hf.training.checkpoints import last_complete_checkpoint
@@ -41,11 +42,25 @@ class RunResult:
     model_dir: str | None = None
 
 
-def open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Sequence[str] = ()) -> None:
-    """Check that the folder is free or holds the run that is to be resumed, and note the configuration.
+Result = TypeVar("Result", bound=RunResult)
+# What an evaluation at the end brings: facts for the model card, and the fields of the result beyond a run's.
+Outcome = tuple[dict[str, Any], dict[str, Any]]
+
+
+@contextmanager
+def preparing(
+    config: RunConfig,
+    arguments: TrainingArguments,
+    *,
+    resume: bool,
+    kept: Sequence[str],
+    made: Sequence[str] = (),
+) -> Iterator[None]:
+    """Open the folder of the run, let the body prepare the data, first in the main process, and set the seed.
 
     Args:
         config: The checked configuration.
+        arguments: What it says to the Trainer.
         resume: Go on with the run that is there.
         kept: Sections that a resumed run must have as they were.
         made: Folders that a new run makes, and an earlier attempt may have left.
@@ -53,6 +68,39 @@ def open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Sequ
     Raises:
         ConfigError: There is a run already and `resume` is not set, or it has other sections.
     """
+    with arguments.main_process_first(local=arguments.save_on_each_node, desc="preparing the data"):
+        if arguments.should_save:
+            _open_run(config, resume=resume, kept=kept, made=made)
+        yield
+    set_seed(arguments.seed)
+
+
+def train_to_the_end(
+    trainer: RunTrainer, output_dir: Path, result_class: type[Result], evaluate: Callable[[], Outcome]
+) -> Result:
+    """Train to the end or to a signal; at the end evaluate, save the model, and note the result.
+
+    Args:
+        trainer: The trainer of the run.
+        output_dir: Its folder.
+        result_class: Class of the result.
+        evaluate: Evaluates the trained model.
+
+    Returns:
+        Where the run stands.
+    """
+    if not _train_or_stop(trainer, output_dir):
+        return result_class(**_run_facts(trainer, output_dir, finished=False))
+    facts, figures = evaluate()
+    _save_model(trainer, output_dir, facts)
+    result = result_class(**_run_facts(trainer, output_dir, finished=True), **figures)
+    if trainer.args.should_save:
+        (output_dir / RESULT_FILE).write_text(json.dumps(asdict(result), indent=2), encoding="utf-8")
+    return result
+
+
+def _open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Sequence[str]) -> None:
+    """Check that the folder is free or holds the run that is to be resumed, and note the configuration."""
     folder = config.output_dir
     noted = folder / CONFIG_FILE
     if not resume:
@@ -76,7 +124,7 @@ def _check_same_run(before: Any, now: dict[str, Any], kept: Sequence[str]) -> No
             raise ConfigError(f"a resumed run keeps its {words}, but {', '.join(changed)} changed")
 
 
-def train_or_stop(trainer: RunTrainer, output_dir: Path) -> bool:
+def _train_or_stop(trainer: RunTrainer, output_dir: Path) -> bool:
     """Train to the end, or until a signal comes; tell which. Begin at the newest complete checkpoint."""
     named = trainer.args.resume_from_checkpoint or last_complete_checkpoint(output_dir)
     checkpoint = None if named is None else Path(named)
@@ -95,14 +143,8 @@ def train_or_stop(trainer: RunTrainer, output_dir: Path) -> bool:
     return trainer.state.global_step >= max_steps
 
 
-def finish_run(trainer: RunTrainer, output_dir: Path, facts: dict[str, Any]) -> None:
-    """Save the model with what its card says of its training.
-
-    Args:
-        trainer: The trainer, at its last step.
-        output_dir: The folder of the run.
-        facts: How the model was trained, name to value.
-    """
+def _save_model(trainer: RunTrainer, output_dir: Path, facts: dict[str, Any]) -> None:
+    """Save the model with what its card says of its training."""
     if hasattr(trainer.unwrapped_model.config, "training_facts"):
         trainer.unwrapped_model.config.training_facts = facts
     if trainer.args.push_to_hub:
@@ -119,7 +161,7 @@ def final_metrics(trainer: RunTrainer) -> dict[str, float]:
     return trainer.evaluate()
 
 
-def run_facts(trainer: RunTrainer, output_dir: Path, *, finished: bool) -> dict[str, Any]:
+def _run_facts(trainer: RunTrainer, output_dir: Path, *, finished: bool) -> dict[str, Any]:
     """The fields of a `RunResult`."""
     checkpoint = last_complete_checkpoint(output_dir)
     return {
@@ -129,8 +171,3 @@ def run_facts(trainer: RunTrainer, output_dir: Path, *, finished: bool) -> dict[
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "model_dir": str(output_dir / MODEL_DIR) if finished else None,
     }
-
-
-def write_result(result: RunResult, output_dir: Path) -> None:
-    """Write `result.json`."""
-    (output_dir / RESULT_FILE).write_text(json.dumps(asdict(result), indent=2), encoding="utf-8")

@@ -1,11 +1,12 @@
 """What every training run has: a model section, and the section of the Trainer's arguments."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nalaformer_hf.training.errors import ConfigError
-from nalaformer_hf.training.settings import checked, require_one
+from nalaformer_hf.training.settings import RecipeKind, checked, read_sections, require_one
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -50,51 +51,90 @@ class RunConfig:
     """What the configurations of all runs share.
 
     Args:
-        model: The model section.
+        model: The model section, of a class of the run's own.
+        data: The data section, likewise.
         train: Fields of `transformers.TrainingArguments`, all of them allowed; `output_dir` is required.
     """
 
-    model: ModelSection
+    model: Any
+    data: Any
     train: dict[str, Any]
+    # The field of `data` that sets how many samples an optimizer step takes over all processes.
+    samples_per_step: ClassVar[str] = "sequences_per_step"
 
     def __post_init__(self) -> None:
         if not self.train.get("output_dir"):
             raise ConfigError("train.output_dir must name the folder that the run is written to")
+        if self._samples is not None and "gradient_accumulation_steps" in self.train:
+            raise ConfigError(
+                f"data.{self.samples_per_step} already determines train.gradient_accumulation_steps"
+            )
 
     @property
     def output_dir(self) -> Path:
         """The folder that the run is written to."""
         return Path(self.train["output_dir"])
 
-    def _training_arguments(self, name: str, wanted: int | None) -> "TrainingArguments":
-        """Build the arguments; `wanted` samples a step, the field `name`, set the accumulation."""
+    def training_arguments(self) -> "TrainingArguments":
+        """Build the `TrainingArguments`, which joins the process group of a launched run.
+
+        Raises:
+            ConfigError: `TrainingArguments` refuses its values, or the samples of a step cannot be divided
+                among the processes and their batches.
+        """
         from transformers import TrainingArguments
 
         try:
             arguments = TrainingArguments(**self.train)
         except ValueError as error:
             raise ConfigError(f"train: {error}") from error
-        if wanted is not None:
+        if self._samples is not None:
             at_once = arguments.train_batch_size * arguments.world_size
-            if wanted % at_once:
+            if self._samples % at_once:
                 raise ConfigError(
-                    f"{name} must be a multiple of {at_once}, the"
-                    f" train.per_device_train_batch_size of all devices together, got {wanted}"
+                    f"data.{self.samples_per_step} must be a multiple of {at_once}, the"
+                    f" train.per_device_train_batch_size of all devices together, got {self._samples}"
                 )
-            arguments.gradient_accumulation_steps = wanted // at_once
+            arguments.gradient_accumulation_steps = self._samples // at_once
         return arguments
 
-    def _check_accumulation(self, name: str, wanted: int | None) -> None:
-        if wanted is not None and "gradient_accumulation_steps" in self.train:
-            raise ConfigError(f"{name} already determines train.gradient_accumulation_steps")
+    @property
+    def _samples(self) -> int | None:
+        return getattr(self.data, self.samples_per_step)
+
+    def _check_false(self, reasons: Mapping[str, str]) -> None:
+        """Refuse arguments of the Trainer that would spoil a run, each with the reason."""
+        for name, reason in reasons.items():
+            if self.train.get(name):
+                raise ConfigError(f"train.{name} must be false: {reason}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain containers."""
         return dataclasses.asdict(self)
 
 
-def checked_train(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the train section, and add our defaults to it."""
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def read_run_config(
+    kind: RecipeKind,
+    config_class: type[Config],
+    sections: Mapping[str, type],
+    source: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+) -> Config:
+    """Read the configuration of a run, and check it.
+
+    Args:
+        kind: Which recipes may be named.
+        config_class: The configuration's class.
+        sections: The class of each section but `train`.
+        source: A YAML file, the name of a packaged recipe, a mapping, or None for an empty one.
+        overrides: `key=value` strings with dotted keys.
+    """
     from transformers import TrainingArguments
 
-    return TRAIN_DEFAULTS | checked("train", TrainingArguments, values)
+    values = read_sections(kind, source, overrides, [*sections, "train"])
+    parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
+    train = TRAIN_DEFAULTS | checked("train", TrainingArguments, values["train"])
+    return config_class(**parsed, train=train)

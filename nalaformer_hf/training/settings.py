@@ -10,11 +10,12 @@ from typing import Any, Literal, get_args, get_type_hints
 from huggingface_hub.dataclasses import type_validator
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from nalaformer_hf.training.errors import ConfigError, ConfigTypeError
 
 RECIPES = resources.files("nalaformer_hf.training") / "recipes"
-RecipeKind = Literal["lm", "image"]
+RecipeKind = Literal["lm", "image", "lra"]
 
 
 def read_sections(
@@ -45,7 +46,7 @@ def read_sections(
     try:
         merged = OmegaConf.merge(_read(kind, source), OmegaConf.from_dotlist(list(overrides)))
         values = OmegaConf.to_container(merged, resolve=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, TypeError) as error:
         raise ConfigError(f"the configuration cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"the configuration must be a mapping of sections, got {type(values).__name__}")

@@ -8,6 +8,7 @@ from typing import cast
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.training.checkpoints import atomic_folder, is_complete
 from nalaformer_hf.training.config import TokenizerSection
 from nalaformer_hf.training.corpus import Documents
@@ -29,7 +30,7 @@ def make_tokenizer(
         pretrained: Model whose tokenizer is taken if the section names none.
     """
     if name := section.name or pretrained:
-        return AutoTokenizer.from_pretrained(name)
+        return load_pretrained(AutoTokenizer, name, "a tokenizer")
     if not is_complete(folder):
         texts = (row["text"] for row in islice(documents, section.train_documents))
         with atomic_folder(folder) as staging:

@@ -203,12 +203,12 @@ def test_image_commands_write_their_figures(vision_checkpoint, tmp_path, capsys)
 def test_models_of_the_other_kind_are_refused(vision_checkpoint, checkpoint, tmp_path, capsys):
     output = ["--output", str(tmp_path / "out")]
     assert cli.main(["analyze", "norm", "--model", vision_checkpoint, *output]) == 1
-    assert f"--model {vision_checkpoint}: Unrecognized configuration class" in capsys.readouterr().err
+    assert f"language model cannot be loaded from '{vision_checkpoint}': Unrec" in capsys.readouterr().err
     assert cli.main(["analyze", "norm", "--model", str(checkpoint), "--images", "digits", *output]) == 1
-    assert f"--model {checkpoint}: Unrecognized configuration class" in capsys.readouterr().err
+    assert f"classifier cannot be loaded from '{checkpoint}': Unrec" in capsys.readouterr().err
     (checkpoint / "tokenizer.json").unlink()
     assert cli.main(["analyze", "norm", "--model", str(checkpoint), *output]) == 1
-    assert "nalaformer: error:" in capsys.readouterr().err
+    assert f"a tokenizer cannot be loaded from '{checkpoint}'" in capsys.readouterr().err
     command = ["analyze", "norm", "--model", vision_checkpoint, "--images", "digits", "--num-images", "0"]
     assert cli.main([*command, *output]) == 1
     assert "--num-images must be at least 1, got 0" in capsys.readouterr().err

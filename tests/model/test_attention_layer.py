@@ -65,7 +65,9 @@ def test_bidirectional(name):
 
 def test_arguments_are_checked():
     layer, x = layer_and_input("linear")
-    with pytest.raises(ValueError, match=r"hidden_states must be \(batch, tokens, 32\), got \(2, 20, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"hidden_states must be floats \(batch, tokens, 32\).*\(2, 20, 16\)"
+    ):
         layer(x[..., :16])
     with pytest.raises(
         ValueError, match=r"attention_mask must be \(batch, tokens\), \(2, 20\), got \(2, 19\)"
@@ -81,3 +83,33 @@ def test_arguments_are_checked():
         layer(x, cu_seqlens=torch.tensor([0, 20]))
     with pytest.raises(ValueError, match="cache: layer 0 must be a NaLa layer, got NoneType"):
         layer(x, cache=DynamicCache())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (
+            {"hidden_states": torch.zeros(2, 0, 32)},
+            ValueError,
+            r"hidden_states must .* one token.*\(2, 0, 32\)",
+        ),
+        ({"hidden_states": torch.zeros(2, 20, 32).long()}, ValueError, "hidden_states must be floats.*int64"),
+        ({"hidden_states": [[0.0]]}, TypeError, "hidden_states must be a tensor, got list"),
+        ({"attention_mask": [1] * 20}, TypeError, "attention_mask must be a tensor, got list"),
+        (
+            {"attention_mask": torch.ones(20)},
+            ValueError,
+            r"attention_mask must be \(batch, tokens\).*\(20,\)",
+        ),
+        ({"position_ids": torch.arange(20)}, ValueError, r"position_ids must be integers \(2 or 1, 20\)"),
+        ({"position_ids": torch.zeros(2, 20)}, ValueError, "position_ids must be integers .*torch.float32"),
+        ({"position_ids": torch.arange(19)[None]}, ValueError, r"position_ids .* of shape \(1, 19\)"),
+        ({"cache": {}}, TypeError, "cache must be a transformers Cache.*got dict"),
+        ({"cu_seqlens": [0, 40]}, TypeError, "cu_seqlens must be a tensor, got list"),
+        ({"cu_seqlens": torch.tensor([0.0, 40.0])}, TypeError, "cu_seqlens must be int32 or int64"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, kind, message):
+    layer, x = layer_and_input("linear-rotary")
+    with pytest.raises(kind, match=message):
+        layer(**{"hidden_states": x, **arguments})

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from nalaformer_hf import NaLaConfig, NaLaForCausalLM
 
+NAN, INF = float("nan"), float("inf")
 CONTRADICTIONS = [
     ({"mixer": "linaer"}, "mixer: got 'linaer'; did you mean 'linear'"),
     ({"feature_form": "cos"}, "feature_form: got 'cos'; did you mean 'cosine'"),
@@ -21,13 +22,6 @@ CONTRADICTIONS = [
         "hidden_size must be a multiple of num_attention_heads.*30.*4",
     ),
     ({"num_attention_heads": 0}, "num_attention_heads=0"),
-    ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-    ({"hidden_size": -2}, "hidden_size must be at least 1, got -2"),
-    ({"intermediate_size": 0}, "intermediate_size must be at least 1, got 0"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
-    ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
-    ({"value_head_dim": 0}, "value_head_dim must be at least 1, got 0"),
-    ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
     (
         {"layer_types": ["nala_attention"]},
         "layer_types must have one entry a layer, got 1 .*num_hidden_layers=2",
@@ -40,11 +34,6 @@ CONTRADICTIONS = [
         "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
     ),
     ({"norm_scale": "sqrt"}, "norm_scale must be a number or 'rsqrt_dim', got 'sqrt'"),
-    ({"norm_scale": -1.0}, "norm_scale must be finite and not negative, got -1.0"),
-    ({"norm_scale": float("nan")}, "norm_scale must be finite and not negative, got nan"),
-    ({"feature_gain": 0.0}, "feature_gain must be finite and positive, got 0.0"),
-    ({"feature_gain": float("inf")}, "feature_gain must be finite and positive, got inf"),
-    ({"feature_tau": float("nan")}, "feature_tau must be finite and positive, got nan"),
     ({"feature_power": 1.0}, "feature_power \\* feature_tau must be at least 1 .*got 1.0 \\* 0.5"),
     (
         {"use_rotary": True, "feature_form": "relu", "head_dim": 5},
@@ -55,6 +44,43 @@ CONTRADICTIONS = [
         {"use_rotary": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
         "rope_parameters: use_rotary takes rope_type 'default'.*'linear'",
     ),
+    (
+        {"use_rotary": True, "rope_theta": -1.0},
+        "rope_parameters: rope_theta must be finite and positive, got -1.0",
+    ),
+    ({"rope_theta": "x"}, "rope_parameters: rope_theta must be finite and positive, got 'x'"),
+    (
+        {"rope_parameters": {"rope_theta": NAN}},
+        "rope_parameters: rope_theta must be finite and positive, got nan",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "liner"}},
+        "rope_parameters: no rope_type 'liner'; did you mean 'linear'",
+    ),
+    (
+        {"rope_parameters": {"rope_thta": 5.0}},
+        "rope_parameters: 'default' has no 'rope_thta'; did you mean 'rope_theta'",
+    ),
+    ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: 'default' has no 'full_attention'"),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters: 'default' has no 'partial_rotary_factor'",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        "rope_parameters: factor must be finite and positive, got 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": 2.0}},
+        "rope_parameters: short_factor must be a list, each number finite and positive, got 2.0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear"}, "layer_types": ["full_attention"] * 2},
+        "rope_parameters: Missing required keys .*factor",
+    ),
+    ({"id2label": {}}, "id2label must have at least 1 label, got 0"),
+    ({"id2label": {"cat": 0}}, r"id2label must map numbers to names, got the keys \['cat'\]"),
+    ({"dtype": "float31"}, "dtype must name a dtype of torch, such as 'float32', got 'float31'"),
     (
         {"is_causal": False, "mixer": "gated_delta"},
         "is_causal=False needs the 'linear' mixer, got mixer='gated_delta'",
@@ -71,6 +97,42 @@ def test_contradictions_are_refused(fields, message):
         tiny_config(**fields)
 
 
+# (what is asked of a number, the fields, numbers that are refused)
+RANGES = [
+    (
+        "at least 1",
+        ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"],
+        [0, -2],
+    ),
+    ("at least 1", ["head_dim", "value_head_dim", "conv_size", "max_position_embeddings"], [0, -2]),
+    ("at least 1", ["num_labels"], [0, -2]),
+    (
+        "finite and positive",
+        ["feature_power", "feature_tau", "feature_gain", "rms_norm_eps"],
+        [0, -1.0, NAN, INF],
+    ),
+    ("finite and not negative", ["norm_scale", "initializer_range"], [-1.0, NAN, INF]),
+    ("finite and not negative", ["pad_token_id", "bos_token_id", "eos_token_id"], [-1]),
+    (r"in \[0, 1\)", ["attention_dropout"], [-0.1, 1.0, NAN]),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field", "number"),
+    [(wanted, field, number) for wanted, fields, numbers in RANGES for field in fields for number in numbers],
+)
+def test_numbers_out_of_range_are_refused(wanted, field, number):
+    with pytest.raises(ValueError, match=rf"{field} must .*{wanted}.*, got {number}"):
+        tiny_config(**{field: number})
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "conv_size", "feature_power", "rms_norm_eps", "num_labels"])
+@pytest.mark.parametrize("value", [True, "3", [3]])
+def test_what_is_no_number_is_refused(field, value):
+    with pytest.raises(TypeError, match=rf"Field '{field}'.* got {type(value).__name__}"):
+        tiny_config(**{field: value})
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -85,11 +147,15 @@ def test_contradictions_are_refused(fields, message):
         {"layer_types": [3, 4]},
         {"layer_types": "full_attention"},
         {"eos_token_id": "a"},
+        {"id2label": ["a"]},
+        {"problem_type": "ranking"},
+        {"dtype": 32},
+        {"output_attentions": "yes"},
     ],
 )
 def test_wrong_types_are_refused(fields):
     (field,) = fields
-    with pytest.raises(TypeError, match=rf"Field '{field}'.* got \w+"):
+    with pytest.raises(TypeError, match=rf"Field '{field}(\[0\])?'.* got \w+"):
         tiny_config(**fields)
 
 

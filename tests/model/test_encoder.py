@@ -77,6 +77,7 @@ def test_next_token_loss_of_an_encoder_is_refused():
         tiny_model()(ids, labels=ids, is_causal=False)
 
 
-def test_an_encoder_does_not_generate():
-    with pytest.raises(ValueError, match="cache: is_causal=False leaves no state to continue"):
-        tiny_model(is_causal=False).generate(random_ids(1, 5), max_new_tokens=3)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_encoder_does_not_generate(use_cache):
+    with pytest.raises(ValueError, match="generate needs a causal model, got is_causal=False"):
+        tiny_model(is_causal=False).generate(random_ids(1, 5), max_new_tokens=3, use_cache=use_cache)

@@ -241,3 +241,20 @@ def test_one_row_of_mask_serves_all_rows_of_a_hybrid():
     ids, mask = random_ids(3, 7), torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
     expected = model(ids, attention_mask=mask.expand(3, -1)).logits
     torch.testing.assert_close(model(ids, attention_mask=mask).logits[:, 1:], expected[:, 1:])
+
+
+@pytest.mark.parametrize("packed", ["cu_seq_lens_q", "seq_idx", "position_ids"])
+def test_classification_of_packed_rows_is_refused(packed):
+    bounds = torch.tensor([0, 2, 5])
+    arguments = {"seq_idx": torch.tensor([[0, 0, 1, 1, 1]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    with pytest.raises(ValueError, match="one label a row needs one sequence a row, got packed ones"):
+        tiny_model("linear", NaLaForSequenceClassification)(
+            random_ids(1, 5), **{packed: arguments.get(packed, bounds)}
+        )
+
+
+def test_classification_takes_no_mask_per_layer_type():
+    with pytest.raises(TypeError, match="attention_mask must be a tensor, got dict"):
+        tiny_model("linear", NaLaForSequenceClassification)(
+            random_ids(1, 5), attention_mask={"nala_attention": torch.ones(1, 5)}
+        )

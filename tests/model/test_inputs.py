@@ -50,6 +50,13 @@ def test_a_misspelt_keyword_is_told_the_nearest():
         ({"input_ids": random_ids(1, 4)[0]}, r"input_ids must be integers \(batch, tokens\).*\(4,\)"),
         ({"input_ids": torch.zeros(1, 4)}, r"input_ids must be integers .*torch.float32"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "input_ids must .* at least one token"),
+        ({"input_ids": random_ids(1, 4).bool()}, "input_ids must be integers .*torch.bool"),
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"input_ids must .* at least one .*\(0, 4\)"),
+        ({"inputs_embeds": torch.zeros(0, 4, 32)}, r"inputs_embeds must .* at least one .*\(0, 4, 32\)"),
+        (
+            {"inputs_embeds": torch.zeros(1, 4, 32).double()},
+            "inputs_embeds must be torch.float32 like the model, unless under autocast, got torch.float64",
+        ),
         ({"inputs_embeds": torch.zeros(1, 4, 16)}, r"inputs_embeds must be floats \(batch, tokens, 32\)"),
         ({"inputs_embeds": torch.zeros(4, 32)}, "inputs_embeds must be floats"),
         ({"inputs_embeds": torch.zeros(1, 0, 32)}, "inputs_embeds must .* at least one token"),
@@ -63,11 +70,58 @@ def test_a_misspelt_keyword_is_told_the_nearest():
             {"input_ids": random_ids(2, 4), "position_ids": torch.zeros(2, 4)},
             "position_ids must be .*torch.float32",
         ),
+        (
+            {"input_ids": random_ids(2, 4), "position_ids": torch.ones(2, 4).bool()},
+            "position_ids must be .*torch.bool",
+        ),
     ],
 )
-def test_tokens_and_positions_are_checked(arguments, message):
+@pytest.mark.parametrize("model_class", [NaLaModel, NaLaForSequenceClassification])
+def test_tokens_and_positions_are_checked(model_class, arguments, message):
     with pytest.raises(ValueError, match=message):
-        tiny_model()(**arguments)
+        tiny_model("linear", model_class)(**arguments)
+
+
+@pytest.mark.parametrize("model_class", [NaLaModel, NaLaForSequenceClassification])
+@pytest.mark.parametrize(
+    "name", ["input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q", "seq_idx"]
+)
+def test_what_is_no_tensor_is_refused(model_class, name):
+    arguments = {} if name == "inputs_embeds" else {"input_ids": random_ids(1, 3)}
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+        tiny_model("linear", model_class)(**{**arguments, name: [[0, 1, 1]]})
+
+
+def test_a_mask_per_layer_type_is_checked():
+    model, ids = tiny_model("linear-hybrid"), random_ids(1, 3)
+    with pytest.raises(
+        ValueError,
+        match="attention_mask must have the keys full_attention, nala_attention, got nala_attention",
+    ):
+        model(ids, attention_mask={"nala_attention": None})
+    with pytest.raises(TypeError, match=r"attention_mask\['nala_attention'\] must be a tensor, got list"):
+        model(ids, attention_mask={"nala_attention": [1, 1, 1], "full_attention": None})
+
+
+@torch.no_grad()
+def test_embeddings_of_another_dtype_are_taken_under_autocast():
+    model, embeds = tiny_model(), torch.randn(1, 4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(inputs_embeds=embeds.bfloat16()).logits
+    assert error(logits.float(), model(inputs_embeds=embeds).logits) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "message"),
+    [
+        (-1, ValueError, "logits_to_keep must be at least 0, got -1"),
+        (True, TypeError, "logits_to_keep must be a number or a tensor of indices, got bool"),
+        ([0, 2], TypeError, "logits_to_keep must be a number or a tensor of indices, got list"),
+    ],
+)
+def test_logits_to_keep_is_checked(count, kind, message):
+    with pytest.raises(kind, match=message):
+        tiny_model()(random_ids(1, 4), logits_to_keep=count)
 
 
 def test_an_id_outside_the_vocabulary_is_refused():

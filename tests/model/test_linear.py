@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from nalaformer_hf.modeling.linear_nala import NaLaLinear
+from nalaformer_hf.modeling.linear_nala import NaLaLinear, gated_linear
 
 # One fp32 rounding a product of 24 terms; measured 2e-7.
 TOLERANCE = 1e-6
@@ -106,3 +106,62 @@ def test_a_misfit_is_told_as_usual(gradients):
     layer, _ = make((1, 24), False)
     with torch.set_grad_enabled(gradients), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.zeros(3, 23))
+
+
+def gated(layer: NaLaLinear, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The plain form, in the operands' dtype."""
+    return F.linear(F.silu(gate) * x, layer.weight.to(x), None)
+
+
+def test_gated_linear_has_the_outputs_and_gradients_of_float64():
+    layer, x = make((2, 5, 24), False)
+    gate, grad = torch.randn(2, 5, 24), torch.randn(2, 5, 40)
+    exact = [t.double().requires_grad_() for t in (gate, x, layer.weight.detach())]
+    F.linear(F.silu(exact[0]) * exact[1], exact[2]).backward(grad.double())
+    gate.requires_grad_()
+    x.requires_grad_()
+    out = gated_linear(layer, gate, x)
+    out.backward(grad)
+    torch.testing.assert_close(out, gated(layer, gate, x), rtol=TOLERANCE, atol=TOLERANCE)
+    for actual, expected in zip((gate, x, layer.weight), exact, strict=True):
+        torch.testing.assert_close(actual.grad.double(), expected.grad, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+def test_gated_linear_keeps_its_operands_alone():
+    layer, x = make((2, 5, 24), False)
+    gate, x, saved = torch.randn_like(x, requires_grad=True), x.requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        gated_linear(layer, gate, x)
+    assert set(saved) == {t.data_ptr() for t in (gate, x, layer.weight)}
+
+
+def test_gated_linear_of_a_frozen_weight():
+    layer, x = make((2, 5, 24), False)
+    layer.requires_grad_(False)
+    x.requires_grad_()
+    gated_linear(layer, torch.ones_like(x), x).sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, (F.silu(torch.ones(24)) * layer.weight.sum(0)).expand_as(x))
+
+
+def test_gradient_of_a_gated_gradient():
+    layer, x = make((3, 24), False)
+    gate = torch.randn_like(x, requires_grad=True)
+    x.requires_grad_()
+
+    def penalty(form):
+        (slope,) = torch.autograd.grad(form(layer, gate, x).square().sum(), gate, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), [gate, x, layer.weight])
+
+    for actual, expected in zip(penalty(gated_linear), penalty(gated), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_sees_the_input_of_a_gated_linear(hook):
+    layer, x = make((2, 5, 24), False)
+    seen = []
+    getattr(layer, hook)(lambda module, inputs, *_: seen.append(inputs[0]))
+    gated_linear(layer, x, x)
+    torch.testing.assert_close(seen[0], F.silu(x) * x)

@@ -136,14 +136,19 @@ def test_packed_rows_leave_no_cache():
         ([0, 5, 79], "must rise from 0 to the 78 tokens"),
         ([1, 78], "must rise from 0"),
         ([0, 9, 5, 78], "must rise from 0"),
-        ([78], r"must be integers \(sequences \+ 1,\)"),
-        ([[0, 78]], r"must be integers \(sequences \+ 1,\)"),
-        ([0.0, 78.0], r"must be integers \(sequences \+ 1,\), got torch.float32"),
+        ([78], r"must be \(sequences \+ 1,\), at least two, got shape \(1,\)"),
+        ([[0, 78]], r"must be \(sequences \+ 1,\), at least two, got shape \(1, 2\)"),
     ],
 )
 def test_bounds_that_do_not_fit_are_refused(bounds, message):
     with pytest.raises(ValueError, match=f"cu_seq_lens_q {message}"):
         tiny_model()(torch.cat(documents(), dim=1), cu_seq_lens_q=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_bounds_of_another_dtype_are_refused(dtype):
+    with pytest.raises(TypeError, match=f"cu_seq_lens_q must be int32 or int64, got {dtype}"):
+        tiny_model()(random_ids(1, 4), cu_seq_lens_q=torch.tensor([0, 4]).to(dtype))
 
 
 def test_bounds_of_more_than_one_row_are_refused():
@@ -152,7 +157,9 @@ def test_bounds_of_more_than_one_row_are_refused():
 
 
 def test_owners_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"seq_idx must be \(1 or 2, 4\), got shape \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"seq_idx must be integers \(2 or 1, 4\), got torch.int32 of shape \(2, 3\)"
+    ):
         tiny_model()(random_ids(2, 4), seq_idx=torch.zeros(2, 3, dtype=torch.int))
 
 

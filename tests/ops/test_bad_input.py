@@ -144,24 +144,32 @@ BAD = {
         ["backend:", "causal=False", "'recurrent'"],
     ),
     "packed batch": ({"cu_seqlens": BOUNDS}, ValueError, ["cu_seqlens:", "B = 1", "B = 2"]),
-    "bounds as a list": ({**PACKED, "cu_seqlens": [0, T]}, TypeError, ["cu_seqlens:", "int32", "list"]),
-    "bounds as floats": ({**PACKED, "cu_seqlens": BOUNDS.float()}, TypeError, ["cu_seqlens:", "float32"]),
-    "bounds of rank 2": ({**PACKED, "cu_seqlens": BOUNDS[None]}, ValueError, ["cu_seqlens:", "(1, 3)"]),
-    "one bound": ({**PACKED, "cu_seqlens": BOUNDS[:1]}, ValueError, ["cu_seqlens:", "(R + 1,)", "(1,)"]),
+    "bounds as a list": ({**PACKED, "cu_seqlens": [0, T]}, TypeError, ["cu_seqlens must", "tensor", "list"]),
+    "bounds as floats": (
+        {**PACKED, "cu_seqlens": BOUNDS.float()},
+        TypeError,
+        ["cu_seqlens must", "int32", "float32"],
+    ),
+    "bounds of rank 2": ({**PACKED, "cu_seqlens": BOUNDS[None]}, ValueError, ["cu_seqlens must", "(1, 3)"]),
+    "one bound": (
+        {**PACKED, "cu_seqlens": BOUNDS[:1]},
+        ValueError,
+        ["cu_seqlens must", "(sequences + 1,)", "(1,)"],
+    ),
     "bounds that start late": (
         {**PACKED, "cu_seqlens": torch.tensor([1, T])},
         ValueError,
-        ["cu_seqlens:", "from 0", "[1, 6]"],
+        ["cu_seqlens must", "from 0", "[1, 6]"],
     ),
     "bounds that end early": (
         {**PACKED, "cu_seqlens": torch.tensor([0, 5])},
         ValueError,
-        ["cu_seqlens:", "T = 6", "[0, 5]"],
+        ["cu_seqlens must", "6 tokens", "[0, 5]"],
     ),
     "bounds that fall": (
         {**PACKED, "cu_seqlens": torch.tensor([0, 4, 2, T])},
         ValueError,
-        ["cu_seqlens:", "rise", "[0, 4, 2, 6]"],
+        ["cu_seqlens must", "rise", "[0, 4, 2, 6]"],
     ),
 }
 

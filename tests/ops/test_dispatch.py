@@ -1,8 +1,10 @@
 """Which backend runs: what "auto" picks, why "triton" cannot run, and what a self-test decides."""
 
+import re
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +52,44 @@ def test_auto_says_once_why_a_gpu_runs_torch():
         assert resolve_backend("auto", device="cpu", form="relu") == "torch"
 
 
+def on_gpu(dtype: torch.dtype, width: int) -> SimpleNamespace:
+    """What dispatch looks at in a tensor, without a GPU."""
+    return SimpleNamespace(device=CUDA, dtype=dtype, shape=(2, 5, 3, width))
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """As if flash-linear-attention were installed, and had failed nowhere."""
+    monkeypatch.setattr(dispatch, "fla_version", lambda: "0.6.0")
+    dispatch._say_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "words"),
+    [
+        (None, {}, "not installed .pip install 'nalaformer-hf.kernels.'"),
+        ("0.5.1", {}, "fla-core 0.6 or newer, got 0.5.1"),
+        ("0.6.0", {"device": torch.device("cpu")}, "on a GPU, got cpu"),
+        ("0.6.0", {"dtype": torch.float32}, "torch.float16, torch.bfloat16, got torch.float32"),
+        ("0.6.0", {"key_width": 258}, "up to 256 wide, got 258"),
+    ],
+)
+def test_fla_says_why_it_cannot_run(version, changes, words, monkeypatch):
+    monkeypatch.setattr(dispatch, "fla_version", lambda: version)
+    reason = dispatch.why_not_fla(**{"device": CUDA, "dtype": torch.bfloat16, "key_width": 256, **changes})
+    assert re.search(words, reason)
+
+
+def test_delta_mixers_say_once_why_a_gpu_runs_torch(fla):
+    k, v = on_gpu(torch.float32, 32), on_gpu(torch.float32, 16)
+    with pytest.warns(UserWarning, match="delta rule on its torch form: .*got torch.float32"):
+        assert dispatch.fused_delta_forms(k, v, gated=True) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.fused_delta_forms(k, v, gated=True) is None
+        assert dispatch.fused_delta_forms(*torch.zeros(2, 1, 4, 2, 8), gated=True) is None
+
+
 @pytest.fixture
 def trust(monkeypatch, tmp_path):
     """The module, as on a GPU of which only the name is known."""
@@ -82,6 +122,29 @@ def test_auto_trusts_the_selftest_and_runs_it_once(trust, monkeypatch, error):
     assert runs == [CUDA]
     assert resolve_backend("auto", device=torch.device("cuda", 1)) == wanted
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_delta_mixers_trust_their_own_selftest(fla, trust, monkeypatch, passed):
+    cases = []
+
+    def selftest(device, tested):
+        cases.extend(tested)
+        return [trust.Check(tested[0], "dq", 1e-3 if passed else 1.0, 1.0)]
+
+    monkeypatch.setattr(trust, "run_delta_selftest", selftest)
+    k, v = on_gpu(torch.float32, 32), on_gpu(torch.bfloat16, 16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert (dispatch.fused_delta_forms(k, v, gated=False) is not None) == passed
+        trust._why_not_trusted.cache_clear()  # as in the next process
+        assert (dispatch.fused_delta_forms(k, v, gated=False) is not None) == passed
+        assert (dispatch.fused_delta_forms(k, v, gated=True) is not None) == passed
+    said = [f"self-test failed on this machine ({mixer}, bf" for mixer in ("delta", "gated_delta")]
+    assert len(caught) == (0 if passed else 2)
+    assert all(words in str(w.message) for w, words in zip(caught, said, strict=False))
+    assert [tuple(case) for case in cases] == [(gated, torch.bfloat16, 3, 32, 16) for gated in (False, True)]
 
 
 def test_a_read_only_cache_is_said(trust, monkeypatch, tmp_path):

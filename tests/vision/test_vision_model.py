@@ -296,37 +296,3 @@ def test_keywords():
     with pytest.raises(ValueError, match="output_attentions"):
         model(images, output_attentions=True)
     assert isinstance(model(images, return_dict=False), tuple)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"hidden_sizes": [6, 12, 16, 24]}, r"head dim divisible by 4, got 6 / 1 = 6"),
-        ({"num_attention_heads": [1, 5, 2, 3]}, "multiples of num_attention_heads, got 12 with 5 heads"),
-        ({"mixers": ["linear", "linear", "softmax", "soft"]}, "mixers: got 'soft'; did you mean 'softmax'"),
-        ({"depths": [1, 1]}, r"depths must have one entry a stage, 4 like hidden_sizes, got \[1, 1\]"),
-        ({"layer_scale_init_values": [1.0]}, "layer_scale_init_values must have one entry a stage"),
-        ({"depths": [1, 0, 1, 1]}, "depths must be at least 1"),
-        ({"hidden_sizes": []}, "hidden_sizes must have one entry a stage, got none"),
-        ({"hidden_sizes": [7, 12, 16, 24], "use_rotary": False}, "needs an even first width, got 7"),
-        ({"stem": "convolution"}, "stem: got 'convolution'; did you mean 'conv'"),
-        ({"feature_form": "polar"}, "feature_form: got 'polar'; did you mean 'polarity'"),
-        ({"feature_tau": 0.2}, r"feature_power \* feature_tau must be at least 1"),
-        ({"norm_scale": "sqrt"}, "norm_scale must be a number or 'rsqrt_dim'"),
-        ({"drop_path_rate": 1.0}, r"drop_path_rate must be in \[0, 1\), got 1.0"),
-        ({"projection_dim": 0}, "projection_dim must be at least 1"),
-        ({"mlp_ratios": [2.0, 2.0, 2.0, 0.01]}, "inner width must be at least 1"),
-        ({"out_features": ["stage9"]}, "stage9"),
-    ],
-)
-def test_contradictions_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        NaLaVisionConfig(**{**SMALL, **fields})
-
-
-def test_unknown_fields_are_refused():
-    with pytest.raises(TypeError, match="has no field 'depth'; did you mean 'depths'"):
-        NaLaVisionConfig(depth=[1, 1, 1, 1])
-    with pytest.raises(ValueError, match="no preset 'xtt'; did you mean 'xt'"):
-        NaLaVisionConfig.from_preset("xtt")
-    assert NaLaVisionConfig.from_preset("xt", id2label={0: "cat", 1: "dog"}).num_labels == 2

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ class Case(NamedTuple):
     D: int
     V: int
 
+    @property
+    def mixer(self) -> str:
+        """Whose kernels it checks."""
+        return "linear"
+
+    @property
+    def allowed(self) -> float:
+        """The largest error that is a rounding."""
+        return ALLOWED[self.dtype]
+
     def __str__(self) -> str:
         direction = "causal" if self.causal else "bidirectional"
         rotary = f"{self.rotary} rotary" if self.rotary else "no rotary"
@@ -42,7 +52,7 @@ class Case(NamedTuple):
 class Check(NamedTuple):
     """One result of a call beside the reference's; `error` is infinite where the call raised."""
 
-    case: Case
+    case: Any
     name: str
     error: float
     milliseconds: float
@@ -51,7 +61,7 @@ class Check(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether the error is allowed."""
-        return self.error <= ALLOWED[self.case.dtype]
+        return self.error <= self.case.allowed
 
 
 QUICK = (Case("cosine", "phase", True, torch.bfloat16, 64, 64),)
@@ -71,10 +81,22 @@ TOY = (
 
 def run_selftest(device: torch.device, cases: tuple[Case, ...]) -> list[Check]:
     """Every kernel of these cases: outputs, final state, every gradient and a decoded token."""
+    return collect(cases, _check, device)
+
+
+def collect(
+    cases: tuple[Any, ...], check: Callable[[Any, torch.device], Iterable[Check]], device: torch.device
+) -> list[Check]:
+    """The checks of all cases, whatever mode the first use of a kernel runs in."""
     checks = []
     for case in cases:
         try:
-            checks += _check(case, device)
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast(device.type, enabled=False),
+            ):
+                checks += check(case, device)
         except (TritonError, RuntimeError) as error:
             first_line = str(error).strip().split("\n")[0]
             checks.append(
@@ -93,7 +115,7 @@ def _check(case: Case, device: torch.device) -> Iterator[Check]:
     results, milliseconds = _attend(case, on_device, T, "triton")
     for name, result in results.items():
         is_gradient = name.startswith("d")
-        yield Check(case, name, _error(result, exact[name]), milliseconds[is_gradient])
+        yield Check(case, name, error_of(result, exact[name]), milliseconds[is_gradient])
     if case.causal:
         yield _check_step(case, inputs, device)
 
@@ -120,7 +142,7 @@ def _attend(
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     tables = _tables(case, T)
     rotary = None if tables is None else (tables[0].to(q.device), tables[1].to(q.device))
-    start = _now(q.device)
+    start = now(q.device)
     o, state = nala_attention(
         q,
         k,
@@ -132,9 +154,9 @@ def _attend(
         output_final_state=case.causal,
         backend=backend,
     )
-    middle = _now(q.device)
+    middle = now(q.device)
     gradients = torch.autograd.grad(o, (q, k, v), grad)
-    times = 1e3 * (middle - start), 1e3 * (_now(q.device) - middle)
+    times = 1e3 * (middle - start), 1e3 * (now(q.device) - middle)
     results = {"o": o, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     if state is not None:
         results |= {"S": state[0], "z": state[1]}
@@ -156,21 +178,22 @@ def _check_step(case: Case, inputs: list[Tensor], device: torch.device) -> Check
     on_device = [x.to(device) for x in (q, k, v, state)]
     milliseconds = 0.0
     for _ in range(2):  # the first call compiles
-        start = _now(device)
+        start = now(device)
         result = fused_step(*on_device, spec, rotary=rotary, rotary_layout=layout)
-        milliseconds = 1e3 * (_now(device) - start)
-    error = max(_error(x, y) for x, y in zip(result, exact, strict=True))
+        milliseconds = 1e3 * (now(device) - start)
+    error = max(error_of(x, y) for x, y in zip(result, exact, strict=True))
     return Check(case, "decode", error, milliseconds)
 
 
-def _error(result: Tensor, exact: Tensor) -> float:
+def error_of(result: Tensor, exact: Tensor) -> float:
     """Largest error in parts of the largest value; infinite where a value is not finite."""
     result, exact = result.detach().cpu().double(), exact.detach().double()
     error = float((result - exact).abs().max() / exact.abs().max())
     return error if math.isfinite(error) else math.inf
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, once the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -17,35 +17,43 @@ import torch
 import triton
 
 from ... import __version__
-from .selftest import QUICK, Check, run_selftest
+from ..dispatch import fla_version
+from .delta_selftest import DeltaCase, run_delta_selftest
+from .selftest import QUICK, Case, Check, run_selftest
 
 untraced: Any = torch.compiler.disable  # reading a file is nothing to compile
 
 
 @untraced
-def why_not_trusted(device: torch.device) -> str | None:
-    """Why "auto" leaves the kernels out on this GPU, in words; None if they passed their self-test."""
+def why_not_trusted(device: torch.device, *cases: Case | DeltaCase) -> str | None:
+    """Why "auto" leaves a mixer's kernels out on this GPU, in words; None if they passed their self-test.
+
+    Args:
+        device: The GPU.
+        cases: The calls of one mixer to test where no result is kept; none: those of `linear`.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _why_not_trusted(index)
+    return _why_not_trusted(index, cases or QUICK)
 
 
 @cache
-def _why_not_trusted(index: int) -> str | None:
-    device = torch.device("cuda", index)
-    path = record_path(device)
+def _why_not_trusted(index: int, cases: tuple[Case | DeltaCase, ...]) -> str | None:
+    device, mixer = torch.device("cuda", index), cases[0].mixer
+    path = record_path(device, mixer)
     if path.exists():
         failures = json.loads(path.read_text())["failures"]
     else:
-        failures = record(device, run_selftest(device, QUICK))
+        run: Any = run_selftest if mixer == "linear" else run_delta_selftest
+        failures = record(device, mixer, run(device, cases))
     if not failures:
         return None
     return f"the kernels' self-test failed on this machine ({failures[0]}); `nalaformer doctor` says more"
 
 
-def record(device: torch.device, checks: list[Check]) -> list[str]:
-    """Keeps the result of a self-test for the next process; returns the failures in words."""
+def record(device: torch.device, mixer: str, checks: list[Check]) -> list[str]:
+    """Keeps the result of a mixer's self-test for the next process; returns the failures in words."""
     failures = [f"{check.case}: {check.name}" for check in checks if not check.passed]
-    path = record_path(device)
+    path = record_path(device, mixer)
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,11 +64,11 @@ def record(device: torch.device, checks: list[Check]) -> list[str]:
     return failures
 
 
-def record_path(device: torch.device) -> Path:
-    """The file of this device and these versions."""
+def record_path(device: torch.device, mixer: str) -> Path:
+    """The file of this mixer, this device and these versions."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()
-    return Path(home) / "nalaformer_hf" / f"selftest-{digest[:16]}.json"
+    return Path(home) / "nalaformer_hf" / f"selftest-{mixer}-{digest[:16]}.json"
 
 
 def _facts(device: torch.device) -> dict[str, str]:
@@ -71,5 +79,6 @@ def _facts(device: torch.device) -> dict[str, str]:
         "driver": str(torch.version.cuda or torch.version.hip),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "fla-core": fla_version() or "none",
         "nalaformer_hf": __version__,
     }
