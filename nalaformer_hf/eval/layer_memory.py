@@ -101,8 +101,8 @@ def measure_memory(grids: Sequence[int] = GRIDS, *, repeats: int = 3) -> list[Ro
         repeats: Timed runs after the first one, whose median counts.
 
     Returns:
-        Rows of `form`, `tokens`, `seconds`, `MiB` beyond the imports, `training MiB` (for two forms; else
-        empty) and whether they are `extrapolated`.
+        Rows of `form`, `tokens`, `seconds`, `MiB` at the peak beyond the layer and its input, `training MiB`
+        (of two forms, else empty) and whether they are `extrapolated`.
 
     Raises:
         ConfigError: The sizes do not fit, or this is not Linux.
@@ -139,7 +139,7 @@ def probe(form: str, grid: int, repeats: int, mode: str) -> tuple[float, float]:
 
     Returns:
         The median seconds of `repeats` runs after the first one (of that one alone, if it took longer than
-        `repeats` seconds), and what the process's peak was above its memory before, in MiB.
+        `repeats` seconds), and what the process's peak was above what layer and input take, in MiB.
     """
     call = layer_call(form, grid, training=mode == "training")
     before = memory_of_this_process("VmRSS")
