@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nalaformer_hf import NaLaConfig
+from nalaformer_hf import NaLaConfig, NaLaVisionConfig
 
 
 def small_config(**fields: Any) -> NaLaConfig:
@@ -11,3 +11,15 @@ def small_config(**fields: Any) -> NaLaConfig:
     heads = {"num_attention_heads": 2, "initializer_range": 0.3}
     defaults = {"mixer": "linear", "pad_token_id": 0, "eos_token_id": None}
     return NaLaConfig(**{**sizes, **heads, **defaults, **fields})
+
+
+def small_vision_config(**fields: Any) -> NaLaVisionConfig:
+    """Two stages of one block, one of each mixer."""
+    sizes = {
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "num_attention_heads": [2, 2],
+        "mlp_ratios": [2.0, 2.5],
+    }
+    parts = {"mixers": ["linear", "softmax"], "layer_scale_init_values": [1.0, 1.0], "projection_dim": 24}
+    return NaLaVisionConfig(**{**sizes, **parts, "num_labels": 5, "initializer_range": 0.3, **fields})

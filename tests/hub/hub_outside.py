@@ -1,7 +1,7 @@
 """Run where nalaformer_hf cannot be imported: load, probe and save checkpoints with trust_remote_code=True.
 
 Usage: python hub_outside.py FOLDER, with checkpoints FOLDER/round1/NAME, FOLDER/auto_classes.json
-(NAME to Auto class) and FOLDER/pushed.json (a repository of the Hub at HF_ENDPOINT). Writes
+(NAME to Auto class) and FOLDER/pushed.json (NAME to a repository of the Hub at HF_ENDPOINT). Writes
 FOLDER/outside/*.safetensors.
 """
 
@@ -26,9 +26,9 @@ class Blocker(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
-def load(name: str, auto_class: str, folder: Path) -> PreTrainedModel:
+def load(name: str, auto_class: str, source: Path | str) -> PreTrainedModel:
     """Load with the remote code of the checkpoint."""
-    model = getattr(transformers, auto_class).from_pretrained(folder, trust_remote_code=True)
+    model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), name
     return model
 
@@ -57,11 +57,12 @@ def main(folder: Path) -> None:
     except ValueError as error:
         (out / "refusal.txt").write_text(str(error))
 
-    repo_id = json.loads((folder / "pushed.json").read_text())
-    pushed = AutoModelForCausalLM.from_pretrained(repo_id, trust_remote_code=True)
-    assert type(pushed).__module__.startswith("transformers_modules.somebody.")
-    write_probe(pushed, out / "pushed.safetensors")
-    write_continuation(repo_id, out / "pipeline.txt")
+    repositories = json.loads((folder / "pushed.json").read_text())
+    for name, repo_id in repositories.items():
+        pushed = load(name, auto_classes[name], repo_id)
+        assert type(pushed).__module__.startswith("transformers_modules.somebody.")
+        write_probe(pushed, out / f"{name}-pushed.safetensors")
+    write_continuation(repositories["causal-v1.0"], out / "pipeline.txt")
     assert "nalaformer_hf" not in sys.modules
 
     # The package joins a process that has loaded many copies of its code.

@@ -16,7 +16,11 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every output tensor, and what the model generates greedily and with beams."""
     torch.set_num_threads(1)  # bit for bit needs one order of summation
     model.eval()
-    outputs = model(input_ids=IDS, attention_mask=MASK, use_cache=False)
+    if model.main_input_name == "pixel_values":
+        images = torch.randn(2, 3, 37, 64, generator=torch.Generator().manual_seed(0))
+        outputs = model(images)
+    else:
+        outputs = model(input_ids=IDS, attention_mask=MASK, use_cache=False)
     found = {name: value.contiguous() for name, value in outputs.items() if isinstance(value, Tensor)}
     if isinstance(model, GenerationMixin):
         settings = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}

@@ -1,6 +1,7 @@
 """Run with the package and HF_ENDPOINT: push in every way there is, and load what was pushed.
 
-Usage: python hub_pushing.py FOLDER, with a checkpoint FOLDER/round1/causal-v1.0. Writes FOLDER/pushing/*.
+Usage: python hub_pushing.py FOLDER, with the checkpoints causal-v1.0 and images-v1.0 in FOLDER/round1. Writes
+FOLDER/pushing/*.
 """
 
 import sys
@@ -10,7 +11,9 @@ from hub_probe import write_continuation, write_probe
 from huggingface_hub import HfApi
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
     Trainer,
@@ -19,7 +22,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import nalaformer_hf
-from nalaformer_hf import NaLaForCausalLM
+from nalaformer_hf import NaLaForCausalLM, NaLaForImageClassification
 
 EDIT = "\nWhat the user wrote beside it.\n"
 
@@ -41,6 +44,19 @@ def push_and_load(model: NaLaForCausalLM, out: Path) -> None:
     assert remote_class is not NaLaForCausalLM
     write_probe(remote_class.from_pretrained(repo_id), out / "remote.safetensors")
     write_probe(loaded, out / "loaded_beside_remote.safetensors")
+
+
+def push_images(model: NaLaForImageClassification, out: Path) -> None:
+    """A vision model, loaded with the package and with the code that was pushed."""
+    repo_id = "somebody/nala-images-v1.0"
+    model.push_to_hub(repo_id)
+    loaded = AutoModelForImageClassification.from_pretrained(repo_id)
+    assert type(loaded) is NaLaForImageClassification
+    write_probe(loaded, out / "images_loaded.safetensors")
+    assert AutoImageProcessor.from_pretrained(repo_id).crop_size["height"] == model.config.image_size
+    remote_class = get_class_from_dynamic_module("modeling_nala_vision.NaLaForImageClassification", repo_id)
+    assert remote_class is not NaLaForImageClassification
+    write_probe(remote_class.from_pretrained(repo_id), out / "images_remote.safetensors")
 
 
 def push_with_cards(model: NaLaForCausalLM) -> None:
@@ -108,6 +124,8 @@ def main(folder: Path) -> None:
     push_from_folder(model, folder)
     push_elsewhere(model, out)
     push_from_trainer(model, folder, out)
+    images = AutoModelForImageClassification.from_pretrained(folder / "round1" / "images-v1.0")
+    push_images(images, out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_models import small_config
+from hub_models import small_config, small_vision_config
 from hub_outside import ROUNDS
 from hub_probe import probe
 from hub_pushing import EDIT
@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 
 from nalaformer_hf import (
     NaLaForCausalLM,
+    NaLaForImageClassification,
     NaLaForQuestionAnswering,
     NaLaForSequenceClassification,
     NaLaForTokenClassification,
     NaLaModel,
+    NaLaVisionModel,
 )
 
 pytestmark = pytest.mark.xdist_group("two_worlds")
@@ -41,12 +43,17 @@ CASES = {
     "sequences": (NaLaForSequenceClassification, {"is_causal": False, "classifier_pooling": "mean"}),
     "tokens": (NaLaForTokenClassification, {"num_labels": 5}),
     "answers": (NaLaForQuestionAnswering, {}),
+    "images-v1.0": (NaLaForImageClassification, {}),
+    "image_base": (NaLaVisionModel, {"feature_form": "cosine", "stem": "patch"}),
 }
+# Name of the case: its repository.
+PUSHED = {"causal-v1.0": "somebody/nala-v1.0", "images-v1.0": "somebody/nala-images-v1.0"}
 
 
 def make_model(name: str) -> PreTrainedModel:
     model_class, fields = CASES[name]
-    return model_class(small_config(**fields))
+    make_config = small_vision_config if model_class.main_input_name == "pixel_values" else small_config
+    return model_class(make_config(**fields))
 
 
 @dataclass
@@ -82,7 +89,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     for name, model in made.items():
         model.save_pretrained(folder / "round1" / name)
     (folder / "auto_classes.json").write_text(json.dumps({n: m._auto_class for n, m in made.items()}))
-    (folder / "pushed.json").write_text('"somebody/nala-v1.0"')
+    (folder / "pushed.json").write_text(json.dumps(PUSHED))
     with running_hub() as hub:
         run_program("hub_pushing.py", folder, hub)
         run_program("hub_outside.py", folder, hub)
@@ -148,8 +155,21 @@ def test_pushed_model_is_the_same(worlds: Worlds, found: str) -> None:
     worlds.matches(f"pushing/{found}", "causal-v1.0")
 
 
-def test_pushed_model_loads_without_the_package(worlds: Worlds) -> None:
-    worlds.matches("outside/pushed", "causal-v1.0")
+@pytest.mark.parametrize("name", PUSHED)
+def test_pushed_model_loads_without_the_package(worlds: Worlds, name: str) -> None:
+    worlds.matches(f"outside/{name}-pushed", name)
+
+
+@pytest.mark.parametrize("found", ["images_loaded", "images_remote"])
+def test_pushed_vision_model_is_the_same(worlds: Worlds, found: str) -> None:
+    worlds.matches(f"pushing/{found}", "images-v1.0")
+
+
+def test_push_uploads_the_whole_vision_checkpoint(worlds: Worlds) -> None:
+    saved = {file.name for file in (worlds.folder / "round1" / "images-v1.0").iterdir()}
+    assert "preprocessor_config.json" in saved
+    assert worlds.pushed("nala-images-v1.0").keys() == saved
+    assert worlds.card("nala-images-v1.0").data.pipeline_tag == "image-classification"
 
 
 def test_pipeline_is_the_same_without_the_package(worlds: Worlds) -> None:

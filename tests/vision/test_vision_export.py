@@ -78,5 +78,10 @@ def test_compiled_training_step():
     logits = torch.compile(model, fullgraph=True)(images).logits
     logits.square().sum().backward()
     assert error(logits, expected) <= GATE
+    largest = {
+        name.rpartition(".")[0]: grad.abs().max() for name, grad in gradients.items() if "weight" in name
+    }
     for name, weight in model.named_parameters():
-        assert error(weight.grad, gradients[name]) <= 1e-4, name
+        # Before a BatchNorm a bias has no gradient but rounding, so its weight's gradient is the measure.
+        scale = largest.get(name.rpartition(".")[0], gradients[name].abs().max())
+        assert (weight.grad - gradients[name]).abs().max() <= 1e-4 * scale, name
