@@ -39,7 +39,8 @@ class Projections(NamedTuple):
 
     def rows(self, rows: slice) -> Projections:
         """Some rows of the images."""
-        return Projections(*(None if y is None else y[:, rows] for y in self))
+        gate = None if self.gate is None else self.gate[:, rows]
+        return Projections(self.q[:, rows], self.k[:, rows], self.v[:, rows], gate)
 
 
 class NaLaVisionAttention(nn.Module):
