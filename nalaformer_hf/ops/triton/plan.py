@@ -147,9 +147,15 @@ def make_plan(
     sums = tiles(32 if BD <= 64 else 16, 64 if BD <= 128 else 32)
     outputs = tiles(16 if BD == 256 else 32 if BD == 128 or rotated else 64, 64)
     gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if BD <= 64 else 32)
-    # The two states of a sequence have to fit into registers; three products in tf32 take more of them.
-    widest = 32 if dtype == torch.float32 else 64
-    sequential = _candidates(tiles(16 if BD == 64 else 32, 32)) if causal and widest >= BD else ()
+    # Registers for both halves of a state, or for loads ahead; three products in tf32 take more of them.
+    has_room = (32 if dtype == torch.float32 else 64) >= BD
+
+    def candidates(best: Tiles) -> tuple[Tiles, ...]:
+        ahead = best._replace(num_stages=2)
+        fits = has_room and shared_bound(ahead, BD) <= device.shared
+        return _distinct(best, ahead if fits else best, _halved(best))
+
+    sequential = tiles(16 if BD == 64 else 32, 32)
     return Plan(
         device,
         spec,
@@ -161,24 +167,20 @@ def make_plan(
         256 if BD >= 128 else 128,  # a longer chunk spares states, (2D, V) each, and costs products within it
         dtype,
         precision,
-        _candidates(sums, _with_loads_ahead(sums, BD, device)),
-        _candidates(outputs, _with_loads_ahead(outputs, BD, device)),
-        _candidates(gradients, _with_loads_ahead(gradients, BD, device)),
-        sequential,
+        sums=candidates(sums),
+        outputs=candidates(outputs),
+        gradients=candidates(gradients),
+        sequential=_distinct(sequential, _halved(sequential)) if causal and has_room else (),
     )
 
 
-def _candidates(best: Tiles, *others: Tiles | None) -> tuple[Tiles, ...]:
-    """The likeliest tiles, others, and half the tokens; exactly one in the interpreter."""
-    half = best._replace(BT=max(16, best.BT // 2))
-    candidates = tuple(dict.fromkeys(tiles for tiles in (best, *others, half) if tiles is not None))
-    return candidates[:1] if INTERPRETED else candidates
+def _halved(tiles: Tiles) -> Tiles:
+    return tiles._replace(BT=max(16, tiles.BT // 2))
 
 
-def _with_loads_ahead(tiles: Tiles, BD: int, device: Device) -> Tiles | None:
-    """The same tiles with the next loads on their way, if registers and shared memory can hold them."""
-    ahead = tiles._replace(num_stages=2)
-    return ahead if BD <= 64 and shared_bound(ahead, BD) <= device.shared else None
+def _distinct(*candidates: Tiles) -> tuple[Tiles, ...]:
+    """Each once, the likeliest first; exactly one in the interpreter, which has nothing to time."""
+    return tuple(dict.fromkeys(candidates[:1] if INTERPRETED else candidates))
 
 
 def shared_bound(tiles: Tiles, BD: int) -> int:
