@@ -12,7 +12,7 @@ from nalaformer_hf.ops.triton.resources import DEVICES, TARGETS, Launch, compile
 # Bytes that may spill (gfx942: vector registers): none up to D = 128, but for fp32 above D = 64, whose three
 # tf32 products hold both parts of each operand in registers.
 WIDE_SPILLS = 128  # above D = 128
-FP32_SPILLS = {128: 72, 256: 512}
+FP32_SPILLS = {128: 64, 256: 512}
 KERNELS = {"sums of k", "sums of q", "o", "dv", "dq", "dk", "scan", "dden", "decode"}
 
 
@@ -22,7 +22,7 @@ def plan_launches(
     """Every kernel with all tiles that it may run with on a device."""
     plan = make_plan(FeatureSpec(form), D, D, dtype, DEVICES[target], rotary=rotary, causal=causal)
     found = list(launches(plan))
-    widest = 32 if dtype == torch.float32 else 64
+    widest = 16 if dtype == torch.float32 else 64
     names = KERNELS | {"sequential o"} if causal and widest >= D else KERNELS
     assert {launch.name for launch in found} == names
     return found

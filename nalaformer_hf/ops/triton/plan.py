@@ -148,7 +148,7 @@ def make_plan(
     outputs = tiles(16 if BD == 256 else 32 if BD == 128 or rotated else 64, 64)
     gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if BD <= 64 else 32)
     # Registers for both halves of a state, or for loads ahead; three products in tf32 take more of them.
-    has_room = (32 if dtype == torch.float32 else 64) >= BD
+    has_room = (16 if dtype == torch.float32 else 64) >= BD
 
     def candidates(best: Tiles) -> tuple[Tiles, ...]:
         ahead = best._replace(num_stages=2)
