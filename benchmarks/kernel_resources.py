@@ -12,7 +12,7 @@ import torch
 
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 from nalaformer_hf.ops.triton.plan import Plan, make_plan
-from nalaformer_hf.ops.triton.resources import TARGETS, Launch, compile_launch, launches
+from nalaformer_hf.ops.triton.resources import DEVICES, TARGETS, Launch, compile_launch, launches
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -28,13 +28,17 @@ def counts(plan: Plan, itemsize: int) -> dict[str, tuple[float, float]]:
     """
     D, V, F = plan.D, plan.V, 2 * plan.D
     state = 4 * F * plan.stride / plan.chunk_size  # one pass over the states, spread over the tokens
-    keys = (
-        plan.chunk_size + plan.outputs.BT
-    ) / 2  # that a query meets within its chunk, masked ones included
+    # Keys that a query meets within its chunk, masked ones included.
+    keys = (plan.chunk_size + plan.outputs[0].BT) / 2
     forward = itemsize * (3 * D + 3 * V) + 4 + 4 * state, 4 * F * V + keys * 2 * (F + V)
     backward = itemsize * (10 * D + 10 * V) + 36 + 9 * state, 10 * F * V + 3 * keys * 2 * (F + V)
+    found = {"forward": forward, "backward": backward}
+    if plan.sequential:  # each block of values reads q and k again, which are then at hand
+        tiles = plan.sequential[0]
+        scores = tiles.BT * 2 * (F * -(-V // tiles.BV) + V)
+        found["sequential forward"] = itemsize * (2 * D + 2 * V) + 4, 4 * F * V + scores
     unfused = itemsize * (2 * D + 9 * F + 5 * V) + 2 * state, forward[1]
-    return {"forward": forward, "backward": backward, "unfused forward": unfused}
+    return found | {"unfused forward": unfused}
 
 
 def print_counts(dims: list[int]) -> None:
@@ -42,18 +46,23 @@ def print_counts(dims: list[int]) -> None:
     print("| D = V | pass | bytes | FLOPs | ns at peak bandwidth | ns at peak FLOP/s |")
     print("|---|---|---|---|---|---|")
     for dim in dims:
-        for name, (num_bytes, flops) in counts(make_plan(FeatureSpec(), dim, dim, torch.bfloat16), 2).items():
+        plan = make_plan(FeatureSpec(), dim, dim, torch.bfloat16, DEVICES["sm_90"])
+        for name, (num_bytes, flops) in counts(plan, 2).items():
             times = 1e9 * num_bytes / H200["bytes"], 1e9 * flops / H200["flops"]
             print(f"| {dim} | {name} | {num_bytes:,.0f} | {flops:,.0f} | {times[0]:.2f} | {times[1]:.2f} |")
 
 
+def first_launches(target: str, dim: int, dtype: torch.dtype, rotary: str) -> dict[str, Launch]:
+    """Each kernel by name, with the likeliest of its tiles."""
+    plan = make_plan(FeatureSpec(), dim, dim, dtype, DEVICES[target], rotary=rotary)
+    return {launch.name: launch for launch in reversed(list(launches(plan)))}
+
+
 def describe(launch: Launch, dtype: torch.dtype, target: str) -> str:
-    """Registers, what spills, and shared memory."""
-    if TARGETS[target].backend == "hip" and launch.constants.get("PRECISION") == "tf32x3":
-        launch = launch._replace(constants={**launch.constants, "PRECISION": "ieee"})
+    """Warps, registers, what spills, and shared memory."""
     used = compile_launch(launch, dtype, target)
     spilled = f" + {used.spilled} spilled" if used.spilled else ""
-    return f"{used.registers}{spilled}, {used.shared / 1024:.0f} KB"
+    return f"{launch.options['num_warps']} × {used.registers}{spilled}, {used.shared / 1024:.0f} KB"
 
 
 def main() -> None:
@@ -66,13 +75,16 @@ def main() -> None:
     arguments = parser.parse_args()
     print_counts(arguments.dims)
     targets = " | ".join(arguments.targets)
-    print(f"\n| dtype | D = V | rotary | kernel | tile | warps | {targets} |")
-    print("|---" * (6 + len(arguments.targets)) + "|")
+    print(f"\n| dtype | D = V | rotary | kernel | tile | {targets} |")
+    print("|---" * (5 + len(arguments.targets)) + "|")
     for dtype, dim, rotary in product(arguments.dtypes, arguments.dims, arguments.rotary):
-        for launch in launches(make_plan(FeatureSpec(), dim, dim, DTYPES[dtype], rotary=rotary)):
+        by_target = {
+            target: first_launches(target, dim, DTYPES[dtype], rotary) for target in arguments.targets
+        }
+        for name, launch in reversed(by_target[arguments.targets[0]].items()):
             sizes = [str(launch.constants[size]) for size in ("BT", "BD", "BV") if size in launch.constants]
-            cells = [dtype, str(dim), rotary, launch.name, " × ".join(sizes), str(launch.num_warps)]
-            cells += [describe(launch, DTYPES[dtype], target) for target in arguments.targets]
+            cells = [dtype, str(dim), rotary, name, " × ".join(sizes)]
+            cells += [describe(found[name], DTYPES[dtype], target) for target, found in by_target.items()]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

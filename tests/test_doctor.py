@@ -39,7 +39,7 @@ def test_kernels_are_tested_in_the_interpreter(broken):
     environment = {**os.environ, "TRITON_INTERPRET": "1", **({"BROKEN": "1"} if broken else {})}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True)
     rows = [line for line in done.stdout.splitlines() if ", D=16, V=8" in line]
-    assert len(rows) == 11
+    assert len(rows) == 17
     failed = [line for line in rows if "FAILED" in line]
     assert ["decode" in line for line in failed] == [True] * broken
     assert done.returncode == int(broken), done.stderr

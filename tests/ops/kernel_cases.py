@@ -1,5 +1,7 @@
 """What runs in the interpreting process: a kernel's case against the float64 reference."""
 
+from unittest import mock
+
 import torch
 from op_cases import Case, make_case, qkv
 from tolerances import TOLERANCES, assert_close_kernel, assert_close_rows
@@ -7,8 +9,12 @@ from tolerances import TOLERANCES, assert_close_kernel, assert_close_rows
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 from nalaformer_hf.modeling.linear_attention_nala import chunked_attention
 from nalaformer_hf.ops import nala_attention
+from nalaformer_hf.ops.triton import attention
 from nalaformer_hf.ops.triton.attention import fused_attention
 from nalaformer_hf.ops.triton.decode import fused_step
+from nalaformer_hf.ops.triton.plan import Device, device_facts, make_plan
+from nalaformer_hf.ops.triton.sequences import cut_sequences
+from nalaformer_hf.ops.triton.sequential import is_sequential
 
 GUARD = 1024
 
@@ -30,14 +36,16 @@ def guard(case: Case) -> Case:
     return Case(guarded(case.q), guarded(case.k), guarded(case.v), options)
 
 
-def check_kernels(form: str, T: int, has_state: bool = True, **options) -> None:
+def check_kernels(form: str, T: int, has_state: bool = True, sequential: bool = False, **options) -> None:
     """Outputs, states and every gradient of backend "triton" are those of the reference."""
     case = make_case(form, T, **options)
     if not has_state:
         case.options |= {"initial_state": None, "output_final_state": False}
     case.options["eps"] = 0.1  # else a bidirectional row of one token has no gradient but rounding
     expected = case.double().run("reference")
-    actual = guard(case).run("triton")
+    with mock.patch.object(attention, "is_sequential", return_value=sequential) as choice:
+        actual = guard(case).run("triton")
+    choice.assert_called_once()
     for is_gradient, (wanted, came) in enumerate(zip(expected, actual, strict=True)):
         assert wanted.keys() == came.keys()
         for name in wanted:
@@ -125,3 +133,32 @@ def check_saved_memory() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         nala_attention(q, k, v, backend="triton")
     assert sum(storages.values()) == 4 * B * T * H * (2 * D + 2 * V + 1)
+
+
+def check_one_candidate() -> None:
+    """Nothing is timed in the interpreter, which has one configuration of each kernel."""
+    device = device_facts(torch.device("cpu"))
+    for D in (16, 64, 256):
+        plan = make_plan(FeatureSpec(), D, D, torch.bfloat16, device)
+        assert len(plan.sums) == len(plan.outputs) == len(plan.gradients) == 1
+        assert len(plan.sequential) == (D <= 64)
+
+
+def check_when_sequential() -> None:
+    """Where sequences and heads keep the processors busy, or no sequence has a second chunk."""
+    few, many = (Device(is_hip=False, shared=99 << 10, processors=n) for n in (4, 5))
+    for device, T, heads, bounds, expected in (
+        (many, 128, 1, None, True),  # one chunk
+        (many, 129, 1, None, False),
+        (few, 1000, 2, None, True),  # 2 rows, 2 heads, one block of values
+        (many, 1000, 2, None, False),
+        (few, 1000, 4, [0, 900, 1000], True),
+        (many, 1000, 4, [0, 900, 1000], False),  # the long sequence takes longer than its share
+    ):
+        plan = make_plan(FeatureSpec(), 16, 16, torch.bfloat16, device)
+        batch = 2 if bounds is None else 1
+        bounds = None if bounds is None else torch.tensor(bounds)
+        sequences = cut_sequences(batch, T, plan.chunk_size, bounds, torch.device("cpu"))
+        assert is_sequential(plan, sequences, batch * T, heads) == expected
+        bidirectional = make_plan(FeatureSpec(), 16, 16, torch.bfloat16, device, causal=False)
+        assert not is_sequential(bidirectional, sequences, batch * T, heads)

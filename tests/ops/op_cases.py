@@ -103,11 +103,18 @@ def make_case(
     rotary: str | None = None,
     causal: bool = True,
     bounds: list[int] | None = None,
+    own_tables: bool = False,
 ) -> Case:
-    """A case with all that this direction has: a state if causal, packed sequences if `bounds` are given."""
+    """A case with all that this direction has: a state if causal, packed sequences if `bounds` are given.
+
+    With `own_tables` each row has rotary tables of its own, (B, T, F/2).
+    """
     B = B if bounds is None else 1
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     options = {"form": form, "causal": causal, "rotary": tables(rotary, form, T, D)}
+    if own_tables:
+        cos, sin = tables(rotary, form, B * T, D)
+        options["rotary"] = cos.view(B, T, -1), sin.view(B, T, -1)
     options["rotary_layout"] = rotary or "phase"
     if causal:
         R = B if bounds is None else len(bounds) - 1

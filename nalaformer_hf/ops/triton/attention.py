@@ -1,11 +1,14 @@
 """NaLa attention in fused kernels: launches and the autograd function.
 
-Forward: sums over chunks, a scan over the chunks, outputs chunk by chunk. Backward: the same states again,
-the states of the gradients in reverse, gradients chunk by chunk. Only q, k, v, o, the initial state and one
-number a token and head are kept between the two.
+Forward: sums over chunks, a scan over the chunks, outputs chunk by chunk; or all in one kernel, sequence by
+sequence, where there are enough of them. Backward: the states again, the states of the gradients in reverse,
+gradients chunk by chunk. Only q, k, v, o, the initial state and one number a token and head are kept between
+the two.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -15,8 +18,11 @@ from torch.autograd.function import once_differentiable
 from ...modeling.feature_maps_nala import FeatureSpec
 from .gradients import den_grad_constants, den_grad_kernel, input_grads_kernel
 from .outputs import outputs_kernel
-from .plan import Plan, Sequences, cut_sequences, make_plan
+from .plan import Plan, Tiles, device_facts, make_plan
+from .sequences import Sequences, cut_sequences
+from .sequential import is_sequential, sequential_constants, sequential_kernel
 from .sums import SCAN_BLOCK, chunk_sums_kernel, scan_constants, scan_kernel
+from .tuning import fastest
 
 
 class _Launcher:
@@ -46,15 +52,18 @@ class _Launcher:
 
         Bidirectional: the sums over each sequence.
         """
-        plan, tiles, count = self.plan, self.plan.sums, self.sequences.num_chunks
+        plan, count = self.plan, self.sequences.num_chunks
         num_features = 2 * plan.D
         sums = self.empty(count, self.num_heads, num_features, plan.stride)
         inverse, weights = scales or (x, x)
-        grid = (count, self.num_heads, triton.cdiv(plan.V, tiles.BV))
-        chunk_sums_kernel[grid](
-            x, values, inverse, weights, self.cos, self.sin, sums, *self.where, self.num_tables,
-            IS_QUERY=scales is not None, num_warps=tiles.num_warps, num_stages=1, **plan.constants(tiles),
-        )  # fmt: skip
+
+        def launch(tiles: Tiles) -> None:
+            chunk_sums_kernel[count, self.num_heads, triton.cdiv(plan.V, tiles.BV)](
+                x, values, inverse, weights, self.cos, self.sin, sums, *self.where, self.num_tables,
+                IS_QUERY=scales is not None, **plan.constants(tiles), **plan.options(tiles),
+            )  # fmt: skip
+
+        self._run(launch, plan.sums, "sums of k" if scales is None else "sums of q")
         num_states = self.sequences.num_sequences
         if final is None:
             final = self.empty(num_states, self.num_heads, num_features, plan.stride)
@@ -67,14 +76,33 @@ class _Launcher:
 
     def outputs(self, x: Tensor, y: Tensor, values: Tensor, inverse: Tensor, states: Tensor, is_query: bool):
         """o, filling `inverse`, or the gradient of v."""
-        plan, tiles = self.plan, self.plan.outputs
-        out = torch.empty_like(values)
-        grid = (self._num_blocks(tiles.BT), self.num_heads, triton.cdiv(plan.V, tiles.BV))
-        outputs_kernel[grid](
-            x, y, values, inverse, out, self.cos, self.sin, states, *self.where, self.num_tables, plan.eps,
-            IS_QUERY=is_query, CAUSAL=plan.causal, num_warps=tiles.num_warps, num_stages=1,
-            **plan.constants(tiles),
-        )  # fmt: skip
+        plan, out = self.plan, torch.empty_like(values)
+
+        def launch(tiles: Tiles) -> None:
+            outputs_kernel[self._num_blocks(tiles.BT), self.num_heads, triton.cdiv(plan.V, tiles.BV)](
+                x, y, values, inverse, out, self.cos, self.sin, states, *self.where, self.num_tables,
+                plan.eps, IS_QUERY=is_query, CAUSAL=plan.causal,
+                **plan.constants(tiles), **plan.options(tiles),
+            )  # fmt: skip
+
+        self._run(launch, plan.outputs, "o" if is_query else "dv")
+        return out
+
+    def sequential_outputs(
+        self, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, initial: Tensor | None, final: Tensor
+    ) -> Tensor:
+        """o, filling `inverse` and `final`, in one kernel."""
+        plan, out = self.plan, torch.empty_like(v)
+
+        def launch(tiles: Tiles) -> None:
+            num_programs = self.sequences.num_sequences * self.num_heads
+            sequential_kernel[num_programs, triton.cdiv(plan.V, tiles.BV)](
+                q, k, v, inverse, out, self.cos, self.sin, final if initial is None else initial, final,
+                self.sequences.bounds, self.num_heads, self.num_tables,
+                **sequential_constants(plan, tiles, initial is not None), **plan.options(tiles),
+            )  # fmt: skip
+
+        self._run(launch, plan.sequential, "sequential o")
         return out
 
     def den_grad(self, grad_o: Tensor, o: Tensor, inverse: Tensor) -> Tensor:
@@ -87,14 +115,20 @@ class _Launcher:
 
     def input_grads(self, x: Tensor, y: Tensor, values, scales, states: Tensor, is_query: bool) -> Tensor:
         """The gradient of x; `values`: of the tokens of x and of y; `scales`: 1 / den, dden."""
-        plan, tiles = self.plan, self.plan.gradients
-        grad = torch.empty_like(x)
-        input_grads_kernel[self._num_blocks(tiles.BT), self.num_heads](
-            x, y, *values, *scales, grad, self.cos, self.sin, states, *self.where, self.num_tables,
-            IS_QUERY=is_query, CAUSAL=plan.causal, num_warps=tiles.num_warps, num_stages=1,
-            **plan.constants(tiles),
-        )  # fmt: skip
+        plan, grad = self.plan, torch.empty_like(x)
+
+        def launch(tiles: Tiles) -> None:
+            input_grads_kernel[self._num_blocks(tiles.BT), self.num_heads](
+                x, y, *values, *scales, grad, self.cos, self.sin, states, *self.where, self.num_tables,
+                IS_QUERY=is_query, CAUSAL=plan.causal, **plan.constants(tiles), **plan.options(tiles),
+            )  # fmt: skip
+
+        self._run(launch, plan.gradients, "dq" if is_query else "dk")
         return grad
+
+    def _run(self, launch: Callable[[Tiles], None], candidates: tuple[Tiles, ...], name: str) -> None:
+        work = self.num_tokens * self.num_heads
+        launch(fastest(launch, candidates, key=(name, self.device, self.plan), work=work))
 
     def _num_blocks(self, BT: int) -> int:
         return self.sequences.num_chunks * (self.plan.chunk_size // BT)
@@ -110,8 +144,11 @@ class _Attention(torch.autograd.Function):
         final = None
         if plan.causal:
             final = launcher.empty(sequences.num_sequences, q.shape[2], 2 * plan.D, plan.V + 1)
-        states = launcher.states(k, v, initial, final)
-        o = launcher.outputs(q, k, v, inverse, states, is_query=True)
+        if is_sequential(plan, sequences, launcher.num_tokens, launcher.num_heads):
+            o = launcher.sequential_outputs(q, k, v, inverse, initial, final)
+        else:
+            states = launcher.states(k, v, initial, final)
+            o = launcher.outputs(q, k, v, inverse, states, is_query=True)
         ctx.save_for_backward(q, k, v, initial, o, inverse)
         ctx.launcher = launcher
         ctx.set_materialize_grads(False)
@@ -172,10 +209,10 @@ def fused_attention(
         q.shape[-1],
         v.shape[-1],
         torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype)),
+        device_facts(q.device),
         rotary="none" if rotary is None else rotary_layout,
         causal=causal,
         eps=eps,
-        is_hip=torch.version.hip is not None,
     )
     sequences = cut_sequences(q.shape[0], q.shape[1], plan.chunk_size, cu_seqlens, q.device)
     cos, sin = (None, None) if rotary is None else (x.float().contiguous() for x in rotary)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...modeling.feature_maps_nala import FeatureSpec
-from .features import TINY, features, rotate
+from .features import features, reciprocal, rotate
 from .plan import block_of, feature_constants
 from .tiles import load_rows, load_tables, rounded
 
@@ -45,8 +45,7 @@ def decode_kernel(
     z1 = tl.load(state + first_half + V, mask=dims < D, other=0.0) + tl.sum(fk1, axis=0)
     z2 = tl.load(state + second_half + V, mask=dims < D, other=0.0) + tl.sum(fk2, axis=0)
     den = tl.sum(tl.sum(fq1, axis=0) * z1 + tl.sum(fq2, axis=0) * z2, axis=0)
-    usable = tl.abs(den) >= TINY
-    inverse = tl.where(usable, 1.0 / tl.where(usable, den, 1.0), 0.0)
+    inverse = reciprocal(den)
     tl.debug_barrier()  # all threads have read z, where new_state is state
     tl.store(new_state + first_half + V, z1, mask=dims < D)
     tl.store(new_state + second_half + V, z2, mask=dims < D)

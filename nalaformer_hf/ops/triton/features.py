@@ -15,6 +15,13 @@ PI: tl.constexpr = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
+def reciprocal(den):
+    """1 / den, and 0 where den is too small to have one."""
+    usable = tl.abs(den) >= TINY
+    return tl.where(usable, 1.0 / tl.where(usable, den, 1.0), 0.0)
+
+
+@triton.jit
 def _raise(a, exponent):
     """a^exponent for a ≥ 0, with 0^exponent = 0."""
     return tl.where(a > 0, tl.exp2(exponent * tl.log2(tl.where(a > 0, a, 1.0))), 0.0)

@@ -11,7 +11,7 @@ inside: S and z are the sums over the sequence.
 import triton
 import triton.language as tl
 
-from .features import TINY, features, rotate
+from .features import features, reciprocal, rotate
 from .tiles import (
     chunk_span,
     load_normaliser,
@@ -91,8 +91,7 @@ def outputs_kernel(
         if not CAUSAL:
             length = tl.load(bounds + sequence + 1) - tl.load(bounds + sequence)
             den += eps * length.to(tl.float32)
-        usable = tl.abs(den) >= TINY
-        inverse_den = tl.where(usable, 1.0 / tl.where(usable, den, 1.0), 0.0)
+        inverse_den = reciprocal(den)
         num *= inverse_den[:, None]
         if first == 0:
             tl.store(inverse + rows * num_heads + head, inverse_den, mask=rows < end)

@@ -1,69 +1,63 @@
-"""What a launch needs to know: how tokens are cut into chunks, and the tiles and constants of the kernels.
+"""What a launch needs to know: the tiles and constants of the kernels on a device.
 
-Letters: B batch, T tokens a row, R sequences, N chunks, C tokens a chunk, BT tokens a tile, D head dim of q
-and k, V head dim of v, BD and BV their tiles.
+Letters: C tokens a chunk, BT tokens a tile, D head dim of q and k, V head dim of v, BD and BV their tiles.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from triton.runtime import driver
 
 from ...modeling.feature_maps_nala import FeatureSpec
+from .tiles import INTERPRETED
 
 
-class Sequences(NamedTuple):
-    """R sequences, one behind another, cut into N chunks of up to C tokens; int64 tensors."""
+class Device(NamedTuple):
+    """What the choice of tiles and kernels needs to know of a device."""
 
-    bounds: Tensor  # (R + 1,) first token of each sequence, and the number of tokens
-    chunk_starts: Tensor  # (N,) first token of each chunk
-    chunk_sequences: Tensor  # (N,) its sequence
-    first_chunks: Tensor  # (R + 1,) first chunk of each sequence, and N
-
-    @property
-    def num_sequences(self) -> int:
-        """R."""
-        return len(self.bounds) - 1
-
-    @property
-    def num_chunks(self) -> int:
-        """N."""
-        return len(self.chunk_starts)
+    is_hip: bool
+    shared: int  # bytes of shared memory that one block of threads may have
+    processors: int  # that run blocks at the same time
+    spills_for_blocks: bool = False  # whether its compiler spills for more blocks at a time, unless told
 
 
-def cut_sequences(
-    batch: int, num_tokens: int, chunk_size: int, cu_seqlens: Tensor | None, device: torch.device
-) -> Sequences:
-    """The B rows of T tokens, or the sequences of one packed row, in chunks that each start afresh."""
-    if cu_seqlens is None:
-        bounds = torch.arange(0, (batch + 1) * num_tokens, num_tokens, device=device)
-        num_chunks = batch * triton.cdiv(num_tokens, chunk_size)
-    else:
-        bounds = cu_seqlens.to(device, torch.int64)
-        num_chunks = int(((bounds.diff() + chunk_size - 1) // chunk_size).sum())
-    counts = (bounds.diff() + chunk_size - 1) // chunk_size
-    first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    sequences = torch.arange(len(counts), device=device)
-    owners = sequences.repeat_interleave(counts, output_size=num_chunks)
-    places = torch.arange(num_chunks, device=device) - first_chunks[owners]
-    return Sequences(bounds, bounds[owners] + places * chunk_size, owners, first_chunks)
+INTERPRETER = Device(is_hip=False, shared=99 << 10, processors=84)
+MAX_REGISTERS = 255  # that a thread can have (NVIDIA)
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """The facts of a GPU; the interpreter, on a CPU, does as a small one."""
+    if device.type == "cpu":
+        return INTERPRETER
+    facts = driver.active.utils.get_device_properties(device.index)
+    is_hip = torch.version.hip is not None
+    return Device(
+        is_hip,
+        facts["max_shared_mem"],
+        facts["multiprocessor_count"],
+        spills_for_blocks=not is_hip and torch.cuda.get_device_capability(device) >= (10, 0),
+    )
 
 
 class Tiles(NamedTuple):
-    """Sizes of a kernel's tiles, at least the 16 that a product needs, and its warps."""
+    """Sizes of a kernel's tiles, at least the 16 that a product needs, its warps and pipeline stages."""
 
     BT: int
     BV: int
     num_warps: int
+    num_stages: int = 1
 
 
 class Plan(NamedTuple):
-    """The constants of one call."""
+    """The constants of one call, and for each kernel the tiles that may be fastest, the likeliest first."""
 
+    device: Device
     spec: FeatureSpec
     rotary: str  # "none", "phase" or "axial"
     causal: bool
@@ -73,9 +67,10 @@ class Plan(NamedTuple):
     chunk_size: int
     dtype: torch.dtype
     precision: str
-    sums: Tiles
-    outputs: Tiles
-    gradients: Tiles
+    sums: tuple[Tiles, ...]
+    outputs: tuple[Tiles, ...]
+    gradients: tuple[Tiles, ...]
+    sequential: tuple[Tiles, ...]
 
     @property
     def stride(self) -> int:
@@ -95,6 +90,13 @@ class Plan(NamedTuple):
             "DTYPE": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
             "PRECISION": self.precision,
         }
+
+    def options(self, tiles: Tiles) -> dict[str, int]:
+        """What a launch takes beside constants."""
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        if self.device.spills_for_blocks:
+            options["maxnreg"] = MAX_REGISTERS
+        return options
 
 
 def feature_constants(spec: FeatureSpec, rotary: str) -> dict[str, Any]:
@@ -119,13 +121,13 @@ def make_plan(
     D: int,
     V: int,
     dtype: torch.dtype,
+    device: Device,
     *,
     rotary: str = "none",
     causal: bool = True,
     eps: float = 0.0,
-    is_hip: bool = False,
 ) -> Plan:
-    """Tiles and precision by width and dtype.
+    """Tiles and precision by width, dtype and device.
 
     bf16 is multiplied as it is. fp16 is multiplied in tf32, which has its precision and the range that keys
     to the third power need. fp32 is multiplied in three tf32 products (AMD: in fp32).
@@ -133,15 +135,58 @@ def make_plan(
     BD, BV = block_of(D), block_of(V)
     precision = "tf32"
     if dtype == torch.float32:
-        precision = "ieee" if is_hip else "tf32x3"
+        precision = "ieee" if device.is_hip else "tf32x3"
     shrink = 1 if dtype == torch.bfloat16 else 2  # operands of four bytes take twice the registers
-    warps = 4 if BD <= 32 else 8
-    sums = Tiles(max(16, (32 if BD <= 64 else 16) // shrink), min(BV, 64 if BD <= 128 else 32), warps)
     rotated = rotary != "none"
-    rows = 16 if BD == 256 else 32 if BD == 128 or rotated else 64
-    outputs = Tiles(max(16, rows // shrink), min(BV, 64), warps)
-    rows = 16 if BD == 256 or (BD == 128 and rotated) else 32
-    gradients = Tiles(max(16, rows // shrink), min(BV, 64 if BD <= 64 else 32), warps)
-    # A longer chunk spares states, (2D, V) each, and costs products within the chunk.
-    chunk_size = 256 if BD >= 128 else 128
-    return Plan(spec, rotary, causal, eps, D, V, chunk_size, dtype, precision, sums, outputs, gradients)
+
+    warps = 4 if BD <= 32 or device.is_hip else 8  # AMD's are twice as wide
+
+    def tiles(rows: int, columns: int) -> Tiles:
+        return Tiles(max(16, rows // shrink), min(BV, columns), warps)
+
+    sums = tiles(32 if BD <= 64 else 16, 64 if BD <= 128 else 32)
+    outputs = tiles(16 if BD == 256 else 32 if BD == 128 or rotated else 64, 64)
+    gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if BD <= 64 else 32)
+    # Registers for both halves of a state, or for loads ahead; three products in tf32 take more of them.
+    has_room = (16 if dtype == torch.float32 else 64) >= BD
+
+    def candidates(best: Tiles) -> tuple[Tiles, ...]:
+        ahead = best._replace(num_stages=2)
+        fits = has_room and shared_bound(ahead, BD) <= device.shared
+        return _distinct(best, ahead if fits else best, _halved(best))
+
+    sequential = tiles(16 if BD == 64 else 32, 32)
+    return Plan(
+        device,
+        spec,
+        rotary,
+        causal,
+        eps,
+        D,
+        V,
+        256 if BD >= 128 else 128,  # a longer chunk spares states, (2D, V) each, and costs products within it
+        dtype,
+        precision,
+        sums=candidates(sums),
+        outputs=candidates(outputs),
+        gradients=candidates(gradients),
+        sequential=_distinct(sequential, _halved(sequential)) if causal and has_room else (),
+    )
+
+
+def _halved(tiles: Tiles) -> Tiles:
+    return tiles._replace(BT=max(16, tiles.BT // 2))
+
+
+def _distinct(*candidates: Tiles) -> tuple[Tiles, ...]:
+    """Each once, the likeliest first; exactly one in the interpreter, which has nothing to time."""
+    return tuple(dict.fromkeys(candidates[:1] if INTERPRETED else candidates))
+
+
+def shared_bound(tiles: Tiles, BD: int) -> int:
+    """Bytes of shared memory that no kernel exceeds up to D = 128.
+
+    A block holds operands of its products, at most 64 KB, and what it loads ahead: rows of x, of values, of
+    cos and of sin, in at most four bytes a number.
+    """
+    return (64 << 10) + (tiles.num_stages - 1) * 4 * tiles.BT * (3 * BD + tiles.BV)

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 from .decode import decode_constants, decode_kernel
 from .gradients import den_grad_constants, den_grad_kernel, input_grads_kernel
 from .outputs import outputs_kernel
-from .plan import Plan
+from .plan import Device, Plan
+from .sequential import sequential_constants, sequential_kernel
 from .sums import chunk_sums_kernel, scan_constants, scan_kernel
 
 TARGETS = {
@@ -32,13 +33,12 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Bytes of shared memory that one block of threads may have.
-SHARED_LIMITS = {
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "gfx942": 64 << 10,
+DEVICES = {
+    "sm_80": Device(is_hip=False, shared=163 << 10, processors=108),
+    "sm_86": Device(is_hip=False, shared=99 << 10, processors=84),
+    "sm_90": Device(is_hip=False, shared=227 << 10, processors=132),
+    "sm_100": Device(is_hip=False, shared=227 << 10, processors=148, spills_for_blocks=True),
+    "gfx942": Device(is_hip=True, shared=64 << 10, processors=304),
 }
 
 _FP32 = {
@@ -60,12 +60,12 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Launch(NamedTuple):
-    """One kernel with the constants that a plan gives it."""
+    """One kernel with the constants and options that a plan gives it."""
 
     name: str
     kernel: Any
     constants: dict[str, Any]
-    num_warps: int
+    options: dict[str, int]
 
 
 class Resources(NamedTuple):
@@ -77,21 +77,26 @@ class Resources(NamedTuple):
 
 
 def launches(plan: Plan) -> Iterator[Launch]:
-    """Every launch of a forward, a backward and a decode step."""
-    sums = plan.constants(plan.sums)
-    yield Launch("sums of k", chunk_sums_kernel, sums | {"IS_QUERY": False}, plan.sums.num_warps)
-    yield Launch("sums of q", chunk_sums_kernel, sums | {"IS_QUERY": True}, plan.sums.num_warps)
-    yield Launch("scan", scan_kernel, scan_constants(plan, reverse=False, has_initial=True), 4)
-    for name, is_query, kernel, tiles in (
-        ("o", True, outputs_kernel, plan.outputs),
-        ("dv", False, outputs_kernel, plan.outputs),
-        ("dq", True, input_grads_kernel, plan.gradients),
-        ("dk", False, input_grads_kernel, plan.gradients),
+    """Every launch of a forward, a backward and a decode step, with every tiles that it may take."""
+    causal = {"CAUSAL": plan.causal}
+    for name, kernel, candidates, constants in (
+        ("sums of k", chunk_sums_kernel, plan.sums, {"IS_QUERY": False}),
+        ("sums of q", chunk_sums_kernel, plan.sums, {"IS_QUERY": True}),
+        ("o", outputs_kernel, plan.outputs, {"IS_QUERY": True} | causal),
+        ("dv", outputs_kernel, plan.outputs, {"IS_QUERY": False} | causal),
+        ("dq", input_grads_kernel, plan.gradients, {"IS_QUERY": True} | causal),
+        ("dk", input_grads_kernel, plan.gradients, {"IS_QUERY": False} | causal),
     ):
-        constants = plan.constants(tiles) | {"IS_QUERY": is_query, "CAUSAL": plan.causal}
-        yield Launch(name, kernel, constants, tiles.num_warps)
-    yield Launch("dden", den_grad_kernel, den_grad_constants(plan), 4)
-    yield Launch("decode", decode_kernel, decode_constants(plan.spec, plan.rotary, plan.D, plan.V), 4)
+        for tiles in candidates:
+            yield Launch(name, kernel, plan.constants(tiles) | constants, plan.options(tiles))
+    for tiles in plan.sequential:
+        constants = sequential_constants(plan, tiles, has_initial=True)
+        yield Launch("sequential o", sequential_kernel, constants, plan.options(tiles))
+    default = {"num_warps": 4, "num_stages": 1}
+    yield Launch("scan", scan_kernel, scan_constants(plan, reverse=False, has_initial=True), default)
+    yield Launch("dden", den_grad_kernel, den_grad_constants(plan), default)
+    decode = decode_constants(plan.spec, plan.rotary, plan.D, plan.V)
+    yield Launch("decode", decode_kernel, decode, default)
 
 
 def compile_launch(launch: Launch, dtype: torch.dtype, target: str) -> Resources:
@@ -109,8 +114,7 @@ def compile_launch(launch: Launch, dtype: torch.dtype, target: str) -> Resources
             signature[name] = "*" + kind
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, launch.constants, attributes)
-    options = {"num_warps": launch.num_warps, "num_stages": 1}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     read = _read_amd if target.startswith("gfx") else _read_nvidia
     return Resources(*read(compiled), compiled.metadata.shared)
 

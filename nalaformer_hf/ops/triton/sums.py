@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .features import features, rotate
 from .plan import Plan
-from .tiles import chunk_span, load_rows, load_scalars, load_tables, product, state_offsets
+from .tiles import chunk_span, load_rows, load_scalars, load_tables, product, store_state
 
 SCAN_BLOCK = 512
 
@@ -50,15 +50,8 @@ def chunk_sums_kernel(
         phi1, phi2 = rotate(phi1, phi2, c, s, ROTARY)
         sum1 = product(tl.trans(phi1), v, sum1, DTYPE, PRECISION)
         sum2 = product(tl.trans(phi2), v, sum2, DTYPE, PRECISION)
-    columns = tl.arange(0, BV)[None, :]
-    dims = (tl.arange(0, BD) < D)[:, None]
-    offsets1 = state_offsets(chunk, head, num_heads, 0, first, D, BD, STRIDE)
-    offsets2 = state_offsets(chunk, head, num_heads, 1, first, D, BD, STRIDE)
-    tl.store(sums + offsets1 + columns, sum1, mask=dims & (first + columns < V))
-    tl.store(sums + offsets2 + columns, sum2, mask=dims & (first + columns < V))
-    if first == 0:
-        tl.store(sums + offsets1 + V, total1[:, None], mask=dims)
-        tl.store(sums + offsets2 + V, total2[:, None], mask=dims)
+    store_state(sums, sum1, total1, chunk, head, num_heads, 0, first, D, BD, V, BV, STRIDE)
+    store_state(sums, sum2, total2, chunk, head, num_heads, 1, first, D, BD, V, BV, STRIDE)
 
 
 @triton.jit

@@ -106,6 +106,20 @@ def load_normaliser(
 
 
 @triton.jit
+def store_state(
+    states, S, z, slot, head, num_heads, half: tl.constexpr, first,
+    D: tl.constexpr, BD: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Writes what `load_state` would read and, with the first columns, what `load_normaliser` would."""
+    columns = tl.arange(0, BV)[None, :]
+    dims = (tl.arange(0, BD) < D)[:, None]
+    offsets = state_offsets(slot, head, num_heads, half, first, D, BD, STRIDE)
+    tl.store(states + offsets + columns, S, mask=dims & (first + columns < V))
+    if first == 0:
+        tl.store(states + offsets + V, z[:, None], mask=dims)
+
+
+@triton.jit
 def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b with operands in DTYPE and sums in fp32."""
     a, b = rounded(a, DTYPE), rounded(b, DTYPE)

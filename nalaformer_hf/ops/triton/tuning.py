@@ -1,0 +1,38 @@
+"""Which tiles a kernel runs with: the fastest of its plan's candidates, measured at the first large call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from .plan import Tiles
+
+# Tokens times heads below which any tiles do, since starting the kernel takes longer than running it.
+SMALL = 1 << 15
+
+_fastest: dict[Hashable, Tiles] = {}
+
+
+def fastest(
+    launch: Callable[[Tiles], object], candidates: tuple[Tiles, ...], *, key: Hashable, work: int
+) -> Tiles:
+    """The candidate with which `launch` is fastest, or the first one where nothing is to be measured.
+
+    Nothing is measured for small calls, while a CUDA graph is recorded, and where results have to be the same
+    in each run (`torch.use_deterministic_algorithms`), since tiles change the order of sums.
+    """
+    if len(candidates) == 1 or torch.are_deterministic_algorithms_enabled():
+        return candidates[0]
+    if key not in _fastest:
+        if work < SMALL or torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        times = {tiles: _milliseconds(launch, tiles) for tiles in candidates}
+        _fastest[key] = min(times, key=times.__getitem__)
+    return _fastest[key]
+
+
+def _milliseconds(launch: Callable[[Tiles], object], tiles: Tiles) -> Any:
+    return do_bench(lambda: launch(tiles), warmup=5, rep=20, return_mode="median")
