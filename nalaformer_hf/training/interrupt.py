@@ -49,6 +49,14 @@ class InterruptCallback(TrainerCallback):
             control.should_training_stop = True
         return control
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """No evaluation where a run stops within an epoch: it would draw random numbers."""
+        if self.requested and state.epoch is not None and not float(state.epoch).is_integer():
+            control.should_evaluate = control.should_save = False
+        return control
+
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt

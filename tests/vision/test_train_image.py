@@ -189,6 +189,39 @@ def test_classes_are_matched_by_name(images, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["imagenet-300", "imagenet-320"])
+def test_imagenet_recipe_runs_and_resumes(recipe, tmp_path, monkeypatch):
+    """A few steps on a small folder with all that the recipe switches on, bf16 too; stopped and resumed."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "validation"):
+        write_images(tmp_path / "images" / split, 8)
+    overrides = [f"data.source={tmp_path / 'images'}", "data.image_size=32", "data.images_per_step=8"]
+    overrides += ["train.per_device_train_batch_size=4", "train.per_device_eval_batch_size=5"]
+    overrides += [
+        "train.use_cpu=true",
+        "train.dataloader_num_workers=2",
+        "train.dataloader_persistent_workers=false",
+        "train.max_steps=4",
+    ]
+    overrides += ["train.logging_steps=1", "train.report_to=none"]
+    straight, config = (
+        load_image_config(recipe, [*overrides, f"train.output_dir={tmp_path / name}"])
+        for name in ("straight", "run")
+    )
+    assert config.training_arguments().bf16
+    expected = train_image(straight)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 1)
+        assert not train_image(config).finished
+    resumed = train_image(config, resume=True)
+    steps, wanted = (
+        [row for row in history(result.checkpoint) if "loss" in row] for result in (resumed, expected)
+    )
+    assert len(steps) == 4
+    assert steps[:3] == wanted[:3]  # in the next epoch, workers that were started anew have drawn once more
+
+
+@pytest.mark.slow
 def test_two_processes_evaluate_every_image_once(images, tmp_path):
     """12 held-out images in batches of 5 over two processes: the last ones are not counted twice."""
     config = tmp_path / "run.json"
