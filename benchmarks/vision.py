@@ -123,7 +123,7 @@ def measure_model(name: str, case: str, repeats: int, compiled: bool) -> dict:
     """A row: both sides' seconds and MiB in one case, and the ratios."""
     models = {side: build(name, side, case.startswith("training")) for side in SIDES}
     if compiled:
-        models["compiled"] = torch.compile(models["ours"])
+        models["compiled"] = torch.compile(models["ours"], dynamic=False)
     times = take_turns(
         {side: (lambda model=model: run_case(model, case)) for side, model in models.items()},
         repeats,
