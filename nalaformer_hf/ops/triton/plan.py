@@ -94,7 +94,7 @@ class Plan(NamedTuple):
     def options(self, tiles: Tiles) -> dict[str, int]:
         """What a launch takes beside constants."""
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        # Turning pairs of features holds more at a time, and then the other NVIDIA compilers spill a little too.
+        # Turning pairs of features holds more at a time: then the other NVIDIA compilers spill a little too.
         if self.device.spills_for_blocks or (self.rotary == "axial" and not self.device.is_hip):
             options["maxnreg"] = MAX_REGISTERS
         return options
