@@ -87,7 +87,11 @@ def run_selftest(device: torch.device, cases: tuple[Case, ...]) -> list[Check]:
 def collect(
     cases: tuple[Any, ...], check: Callable[[Any, torch.device], Iterable[Check]], device: torch.device
 ) -> list[Check]:
-    """The checks of all cases, whatever mode the first use of a kernel runs in."""
+    """The checks of all cases, whatever mode the first use of a kernel runs in.
+
+    Raises:
+        torch.OutOfMemoryError: Since that says nothing about a kernel.
+    """
     checks = []
     for case in cases:
         try:
@@ -95,8 +99,11 @@ def collect(
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast(device.type, enabled=False),
+                torch.device("cpu"),  # of tensors made without one
             ):
                 checks += check(case, device)
+        except torch.OutOfMemoryError:
+            raise
         except (TritonError, RuntimeError) as error:
             first_line = str(error).strip().split("\n")[0]
             checks.append(
