@@ -4,7 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nalaformer_hf.ops.triton.selftest import TOY, Check, collect
+from nalaformer_hf.ops.triton import selftest, tuning
+from nalaformer_hf.ops.triton.selftest import QUICK, TOY, Check, collect
 
 CPU = torch.device("cpu")
 
@@ -37,3 +38,17 @@ def test_a_full_gpu_is_no_failure_of_a_kernel(error, is_raised):
     (result,) = collect(TOY[:1], check, CPU)
     assert not result.passed
     assert result.message == f"RuntimeError: {error}"
+
+
+def test_all_tiles_of_a_plan_are_tested_on_a_gpu(monkeypatch):
+    def check_attention(case, device, rows, T, prefix):
+        yield Check(case, prefix + "o", 0.0, tuning._place)
+
+    monkeypatch.setattr(selftest, "_check_attention", check_attention)
+    monkeypatch.setattr(selftest, "_check_step", lambda case, *_: Check(case, "decode", 0.0, 0.0))
+    *checks, _ = selftest._check(QUICK[0], torch.device("cuda", 0))
+    names = ["o", "short o", "tiles 2, o", "tiles 2, short o", "tiles 3, o", "tiles 3, short o"]
+    assert [(check.name, check.milliseconds) for check in checks] == list(
+        zip(names, [0, 0, 1, 1, 2, 2], strict=True)
+    )
+    assert tuning._place is None

@@ -27,6 +27,7 @@ class Device(NamedTuple):
 
 
 INTERPRETER = Device(is_hip=False, shared=99 << 10, processors=84)
+MAX_CANDIDATES = 3  # that a plan has for a kernel
 MAX_REGISTERS = 255  # that a thread can have (NVIDIA)
 
 
