@@ -122,12 +122,11 @@ def read_image_queries(model_dir: str, images: Dataset) -> list[LayerQueries]:
     pixel_values = collate([prepared[i] for i in range(len(prepared))])["pixel_values"]
     if (most := pixel_values[0, 0, ::4, ::4].numel()) > MAX_KEYS:  # the stem's stride is 4
         raise ConfigError(f"--images must have at most {MAX_KEYS} positions after the stem, got {most}")
-    # Without gradients a layer may take large inputs in pieces, which a hook would see one by one.
-    with torch.enable_grad(), recorded([layer.qkvg for layer in layers]) as outputs:
+    with torch.no_grad(), recorded([layer.qkvg for layer in layers]) as outputs:
         model(pixel_values=pixel_values)
     found = []
     for i, (layer, qkvg) in enumerate(zip(layers, outputs, strict=True)):
-        q, k = qkvg.detach().flatten(1, 2).chunk(4 if layer.has_gate else 3, dim=-1)[:2]
+        q, k = qkvg.flatten(1, 2).chunk(4 if layer.has_gate else 3, dim=-1)[:2]
         found.append(LayerQueries(i, layer.spec, False, *_heads((q, k), layer.num_heads)))
     return found
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.utils.generic import maybe_autocast
 
 from .cache_nala import NaLaCacheLayer, Replay
 from .configuration_nala import NaLaConfig
@@ -152,7 +153,8 @@ class NaLaAttention(nn.Module):
         if layer is not None and new_state is not None:
             replay = self._replay_of(tokens) if self.config.mixer == "linear" else None
             layer.update(new_state, self._window_after(tokens, window), length, replay)
-        out = in_pieces(self._project_out, o, hidden_states)
+        calls = self.o_norm, self.g_proj, self.o_proj
+        out = in_pieces(self._project_out, o, hidden_states, calls=calls)
         if padding is not None:
             out = padding.restore(out)
         return out.view(batch, length, -1), weights
@@ -289,7 +291,7 @@ class NaLaAttention(nn.Module):
 
         `in_place`: whether the new state may overwrite the old one.
         """
-        with torch.autocast(tokens.q.device.type, enabled=False):
+        with maybe_autocast(tokens.q.device.type, enabled=False):
             if self.config.mixer == "linear":
                 return self._mix_linear(tokens, state, cu_seqlens, in_place)
             return self._mix_delta(tokens, state, cu_seqlens)
@@ -346,12 +348,11 @@ class NaLaAttention(nn.Module):
 
     def _project_out(self, o: Tensor, x: Tensor) -> Tensor:
         """Norm of the mixer's output (B, T, H, V) in fp32, gate, output projection: (B, T, C)."""
-        if isinstance(self.o_norm, OutputRMSNorm):
+        if self.config.output_norm != "head_rms_norm":
+            o = o.flatten(2)
+        if self.o_norm is not None:
             o = self.o_norm(o)
-        o = o.flatten(-2)
-        if isinstance(self.o_norm, OutputLayerNorm):
-            o = self.o_norm(o)
-        o = o.to(x.dtype)
+        o = o.flatten(2).to(x.dtype)
         return self.o_proj(o) if self.g_proj is None else gated_linear(self.o_proj, self.g_proj(x), o)
 
     def _weights(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -364,7 +365,7 @@ class NaLaAttention(nn.Module):
             )
         if state is not None:
             raise ValueError("output_attentions needs the keys of all tokens, so the cache must be empty.")
-        with torch.autocast(tokens.q.device.type, enabled=False):
+        with maybe_autocast(tokens.q.device.type, enabled=False):
             fq, fk = map_features(tokens.q, self.spec, True), map_features(tokens.k, self.spec, False)
             denominators = torch.einsum("bthf,bshf->bhts", fq, fk)
             numerators = denominators

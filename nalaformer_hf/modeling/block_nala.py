@@ -71,8 +71,9 @@ class NaLaBlock(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, **mixer_inputs) -> Tensor:
         """(B, T, C) to (B, T, C); `mixer_inputs` are those of `self.attn`."""
-        mixed, _ = self.attn(in_pieces(self.attn_norm, hidden_states), **mixer_inputs)
-        return in_pieces(self._add_mlp, hidden_states, mixed)
+        normed = in_pieces(self.attn_norm, hidden_states, calls=(self.attn_norm,))
+        mixed, _ = self.attn(normed, **mixer_inputs)
+        return in_pieces(self._add_mlp, hidden_states, mixed, calls=(self.mlp_norm, self.mlp))
 
     def _add_mlp(self, hidden_states: Tensor, mixed: Tensor) -> Tensor:
         """Both residual sums, and what of the block treats each token alone."""

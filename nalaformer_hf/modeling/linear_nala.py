@@ -40,12 +40,20 @@ def gated_linear(linear: nn.Module, gate: Tensor, x: Tensor) -> Tensor:
 
 def _is_plain(linear: nn.Module) -> TypeGuard[NaLaLinear]:
     """Whether calling `linear` is nothing but its product, so that nobody misses the call."""
-    return (
-        type(linear) is NaLaLinear
-        and linear.bias is None
-        and "forward" not in vars(linear)
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and not (linear._backward_hooks or linear._backward_pre_hooks)
+    return type(linear) is NaLaLinear and linear.bias is None and not is_hooked(linear)
+
+
+def is_hooked(*modules: nn.Module | None) -> bool:
+    """Whether somebody else has a say in calls of these modules or of those within: hooks, offloading."""
+    return any(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        for outer in modules
+        if outer is not None
+        for module in outer.modules()
     )
 
 

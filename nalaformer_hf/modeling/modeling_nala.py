@@ -178,9 +178,8 @@ class NaLaModel(NaLaPreTrainedModel):
                 cache=cache,
                 **mixer_inputs[layer_type],
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=in_pieces(self.norm, x), cache=cache if use_cache else None
-        )
+        x = in_pieces(self.norm, x, calls=(self.norm,))
+        return BaseModelOutputWithPast(last_hidden_state=x, cache=cache if use_cache else None)
 
     def _gives_attentions(self, keywords: dict) -> bool:
         wanted = bool(keywords.get("output_attentions", self.config.output_attentions))

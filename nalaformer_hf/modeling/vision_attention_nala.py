@@ -69,7 +69,7 @@ class NaLaVisionAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, tables: AxialTables | None) -> Tensor:
         """(B, Y, X, C) to the same, with the tables of `NaLaVisionRotary`."""
-        if not is_cut(hidden_states):
+        if not is_cut(self, hidden_states):
             return self._whole(hidden_states, tables)
         attend = self._in_blocks if self.mixer == "linear" and self.spec.form == "polarity" else self._whole
         pieces = image_pieces(hidden_states, piece_tokens(hidden_states.shape[-1]))

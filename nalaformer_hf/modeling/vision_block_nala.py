@@ -77,7 +77,7 @@ class NaLaVisionFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, Y, X, C) to the same."""
-        if not is_cut(x):
+        if not is_cut(self, x):
             return self.fc2(self._inner(x))
         return map_pieces(partial(self._piece, x), x, row_pieces(x, piece_tokens(self.fc1.out_features)))
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .linear_nala import is_traced
+from .linear_nala import is_hooked, is_traced
 
 # Numbers of each tensor inside a piece.
 PIECE_SIZE = 1 << 19
 MIN_ROWS = 4  # what reads beyond its rows computes those anew, so fewer would cost more than they save
 
 
-def is_cut(images: Tensor) -> bool:
-    """Whether a layer may be computed in pieces."""
-    return images.device.type == "cpu" and not torch.is_grad_enabled() and not is_traced()
+def is_cut(layer: nn.Module, images: Tensor) -> bool:
+    """Whether a layer may be computed in pieces: hooks and adapters inside it get whole batches."""
+    if images.device.type != "cpu" or torch.is_grad_enabled() or is_traced():
+        return False
+    return not is_hooked(*layer.children())
 
 
 def piece_tokens(width: int) -> int:

@@ -131,7 +131,7 @@ class FusedForms(NamedTuple):
 
 def fused_forms(q: Tensor, v: Tensor, spec: FeatureSpec) -> FusedForms | None:
     """What a model's `linear` layer runs instead of the torch form; None where "auto" picks that one."""
-    if q.device.type == "cpu":
+    if q.device.type in ("cpu", "meta"):
         return None
     backend = resolve_backend(
         "auto",
@@ -157,7 +157,7 @@ def fused_delta_forms(k: Tensor, v: Tensor, gated: bool) -> FusedForms | None:
         v: (B, T, H, V).
         gated: Whether there is a decay.
     """
-    if v.device.type == "cpu":
+    if v.device.type in ("cpu", "meta"):
         return None
     reason = why_not_fla(v.device, v.dtype, k.shape[-1])
     if reason is None:

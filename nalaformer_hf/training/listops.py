@@ -18,6 +18,7 @@ MAX_DEPTH = 10
 MAX_ARGUMENTS = 10
 OPERATOR_SHARE = 0.25
 SHORTEST_SHARE = 0.25
+MAX_TRIALS = 200_000  # the published sizes need three
 
 
 class _TooLongError(Exception):
@@ -39,8 +40,11 @@ def draw_listops(rng: random.Random, max_length: int, max_depth: int = MAX_DEPTH
 
     Returns:
         The tokens' places in `TOKENS`, and the value, 0 to 9.
+
+    Raises:
+        ValueError: Expressions of that depth hardly ever have that many tokens.
     """
-    while True:
+    for _ in range(MAX_TRIALS):
         tokens: list[int] = []
         try:
             value = _operation(rng, max_depth - 1, tokens, max_length)
@@ -48,6 +52,10 @@ def draw_listops(rng: random.Random, max_length: int, max_depth: int = MAX_DEPTH
             continue
         if SHORTEST_SHARE * max_length < len(tokens):
             return Item(bytes(tokens), value)
+    raise ValueError(
+        f"expressions of a depth of at most {max_depth} hardly ever have more than"
+        f" {SHORTEST_SHARE * max_length:g} and fewer than {max_length} tokens"
+    )
 
 
 def _operation(rng: random.Random, levels: int, tokens: list[int], max_length: int) -> int:

@@ -102,17 +102,21 @@ def _generate(data: LRADataSection) -> LRASplits:
         published if size is None else size for size, published in zip(asked, data.facts.sizes, strict=True)
     ]
     bounds = np.cumsum([0, *reversed(sizes)])
+    settings: dict[str, Any] = {
+        "task": data.task,
+        "length": data.length,
+        "depth": data.max_depth or listops.MAX_DEPTH,
+        "seed": data.seed,
+        "code": _digest_of_the_code(),
+    }
+    try:  # before `datasets` wraps what is wrong
+        next(_rows(**settings, count=1))
+    except ValueError as error:
+        raise ConfigError(f"data.max_length and data.max_depth do not fit: {error}") from error
     made = Dataset.from_generator(
         _rows,
         features=Features({"sequence": Value("binary"), "label": Value("int64")}),
-        gen_kwargs={
-            "task": data.task,
-            "length": data.length,
-            "depth": data.max_depth or listops.MAX_DEPTH,
-            "seed": data.seed,
-            "count": int(bounds[-1]),
-            "code": _digest_of_the_code(),
-        },
+        gen_kwargs=settings | {"count": int(bounds[-1])},
     )
     test, validation, train = (made.select(range(*bounds[i : i + 2])) for i in range(3))
     return LRASplits(train, validation or None, test)

@@ -157,3 +157,10 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
         load_splits(LRADataSection(task="text", source=str(tmp_path / "half")))
     with pytest.raises((ConfigError, FileNotFoundError), match="nowhere"):
         load_splits(LRADataSection(task="text", source=str(tmp_path / "nowhere")))
+
+
+def test_a_depth_too_small_for_the_length_is_refused(monkeypatch):
+    monkeypatch.setattr("nalaformer_hf.training.listops.MAX_TRIALS", 100)
+    words = "max_length and data.max_depth do not fit: .* depth of at most 3 hardly ever .* more than 500"
+    with pytest.raises(ConfigError, match=words):
+        load_splits(LRADataSection(task="listops", max_depth=3))

@@ -258,3 +258,12 @@ def test_classification_takes_no_mask_per_layer_type():
         tiny_model("linear", NaLaForSequenceClassification)(
             random_ids(1, 5), attention_mask={"nala_attention": torch.ones(1, 5)}
         )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_shapes_without_memory(name):
+    with torch.device("meta"):
+        model, ids = tiny_model(name), torch.ones(2, 7, dtype=torch.long)
+        assert model(ids).logits.shape == (2, 7, model.config.vocab_size)
+        assert model(inputs_embeds=model.get_input_embeddings()(ids)).logits.is_meta

@@ -242,6 +242,19 @@ def test_lora(name, tied, tmp_path):
     assert error(reloaded.merge_and_unload()(ids).logits, trained) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["linear", "gated_delta"])
+def test_an_output_norm_trained_beside_an_adapter(name):
+    base, ids = tiny_model(name), random_ids(2, 12)
+    untrained = base(ids).logits.detach()
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["o_norm"])
+    model = peft.get_peft_model(base, settings)
+    assert torch.equal(model(ids).logits, untrained)
+    model(ids, labels=ids).loss.backward()
+    norms = [p for part, p in model.named_parameters() if "o_norm.modules_to_save" in part]
+    assert norms
+    assert all(p.grad is not None for p in norms)
+
+
 def test_lora_through_the_trainer(tmp_path, padding_collator):
     model = peft.get_peft_model(
         tiny_model(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])

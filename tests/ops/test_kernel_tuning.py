@@ -7,7 +7,7 @@ from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
 
 pytest.importorskip("triton")
 from nalaformer_hf.ops.triton import tuning
-from nalaformer_hf.ops.triton.plan import Tiles, make_plan, shared_bound
+from nalaformer_hf.ops.triton.plan import MAX_CANDIDATES, Tiles, make_plan, shared_bound
 from nalaformer_hf.ops.triton.resources import DEVICES
 
 FAST, SLOW = Tiles(32, 64, 8), Tiles(16, 64, 8)
@@ -19,7 +19,7 @@ LARGE = tuning.SMALL
 def test_candidates_fit_into_shared_memory(device, D):
     plan = make_plan(FeatureSpec(), D, D, torch.bfloat16, DEVICES[device])
     for candidates in (plan.sums, plan.outputs, plan.gradients):
-        assert len(candidates) == len(set(candidates)) > 0
+        assert MAX_CANDIDATES >= len(candidates) == len(set(candidates)) > 0
         assert all(plan.chunk_size % tiles.BT == 0 for tiles in candidates)
         if D <= 128:
             assert all(shared_bound(tiles, D) <= DEVICES[device].shared for tiles in candidates)
@@ -76,3 +76,11 @@ def test_deterministic_algorithms_take_the_first_candidate(launched):
         assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE) == SLOW
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_named_candidate_is_taken_and_nothing_measured(launched):
+    for place, tiles in ((0, SLOW), (1, FAST), (2, FAST)):
+        with tuning.candidate(place):
+            assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE) == tiles
+    assert launched == []
+    assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE - 1) == SLOW

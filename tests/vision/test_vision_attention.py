@@ -162,7 +162,8 @@ def test_pieces_give_the_same_numbers(parts, size, streamed, dtype, monkeypatch)
 
 def test_pieces_only_where_nothing_is_kept(monkeypatch):
     module, x, seen = NaLaVisionAttention(one_stage(16, 2), 0), torch.randn(2, 9, 5, 16), []
-    module.qkvg.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:3]))
+    project = module._project
+    monkeypatch.setattr(module, "_project", lambda x: seen.append(x.shape[:3]) or project(x))
     with torch.inference_mode():
         module(x, None)
     cut(monkeypatch, streamed=False)
@@ -200,10 +201,22 @@ def test_pieces_of_the_feed_forward_give_the_same_numbers(batch, size, monkeypat
     expected = ffn.fc2(ffn._inner(x))
     assert torch.equal(ffn(x), expected)
     cut(monkeypatch, streamed=False)
-    seen = []
-    ffn.fc1.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    seen, inner = [], ffn._inner
+    monkeypatch.setattr(ffn, "_inner", lambda piece: seen.append(piece.shape) or inner(piece))
     assert error(ffn(x), expected) <= EXACT
     assert len(seen) == batch * -(-size[0] // 4)
+
+
+@torch.no_grad()
+def test_hooks_inside_a_layer_see_the_whole_batch(monkeypatch):
+    cut(monkeypatch, streamed=False)
+    attend, ffn = NaLaVisionAttention(one_stage(16, 2), 0), NaLaVisionFeedForward(16, 40)
+    x, seen = torch.randn(3, 17, 5, 16), []
+    for module in (attend.out_proj, ffn.fc2):
+        module.register_forward_hook(lambda _, __, y: seen.append(y.shape))
+    attend(x, None)
+    ffn(x)
+    assert seen == [x.shape] * 2
 
 
 def cut(monkeypatch, streamed):

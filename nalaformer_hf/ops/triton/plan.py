@@ -27,6 +27,7 @@ class Device(NamedTuple):
 
 
 INTERPRETER = Device(is_hip=False, shared=99 << 10, processors=84)
+MAX_CANDIDATES = 3  # that a plan has for a kernel
 MAX_REGISTERS = 255  # that a thread can have (NVIDIA)
 
 
@@ -94,7 +95,7 @@ class Plan(NamedTuple):
     def options(self, tiles: Tiles) -> dict[str, int]:
         """What a launch takes beside constants."""
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        # Turning pairs of features holds more at a time, and then the other NVIDIA compilers spill a little too.
+        # Turning pairs of features holds more at a time: then the other NVIDIA compilers spill a little too.
         if self.device.spills_for_blocks or (self.rotary == "axial" and not self.device.is_hip):
             options["maxnreg"] = MAX_REGISTERS
         return options

@@ -18,6 +18,8 @@ from ...modeling.feature_maps_nala import FeatureSpec
 from ...modeling.linear_attention_nala import step_attention
 from ..attention import nala_attention
 from .decode import fused_step
+from .plan import MAX_CANDIDATES
+from .tuning import candidate
 
 # Largest error, in parts of the largest value.
 ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -87,7 +89,11 @@ def run_selftest(device: torch.device, cases: tuple[Case, ...]) -> list[Check]:
 def collect(
     cases: tuple[Any, ...], check: Callable[[Any, torch.device], Iterable[Check]], device: torch.device
 ) -> list[Check]:
-    """The checks of all cases, whatever mode the first use of a kernel runs in."""
+    """The checks of all cases, whatever mode the first use of a kernel runs in.
+
+    Raises:
+        torch.OutOfMemoryError: Since that says nothing about a kernel.
+    """
     checks = []
     for case in cases:
         try:
@@ -95,8 +101,11 @@ def collect(
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast(device.type, enabled=False),
+                torch.device("cpu"),  # of tensors made without one
             ):
                 checks += check(case, device)
+        except torch.OutOfMemoryError:
+            raise
         except (TritonError, RuntimeError) as error:
             first_line = str(error).strip().split("\n")[0]
             checks.append(
@@ -106,17 +115,19 @@ def collect(
 
 
 def _check(case: Case, device: torch.device) -> Iterator[Check]:
-    """Many chunks, and where there is another way for one chunk, that one too."""
+    """Many chunks, and where there is another way for one chunk, that one too, with all tiles of the plan."""
     rows, several, one = (2, 300, 100) if device.type == "cuda" else (1, 130, 20)
-    yield from _check_attention(case, device, rows, several)
+    for place in range(MAX_CANDIDATES if device.type == "cuda" else 1):
+        tiles = f"tiles {place + 1}, " if place else ""
+        with candidate(place):
+            yield from _check_attention(case, device, rows, several, prefix=tiles)
+            if case.causal:
+                yield from _check_attention(case, device, 2, one, prefix=f"{tiles}short ")
     if case.causal:
-        yield from _check_attention(case, device, 2, one, prefix="short ")
         yield _check_step(case, _inputs(case, 2, 1), device)
 
 
-def _check_attention(
-    case: Case, device: torch.device, rows: int, T: int, prefix: str = ""
-) -> Iterator[Check]:
+def _check_attention(case: Case, device: torch.device, rows: int, T: int, prefix: str) -> Iterator[Check]:
     inputs = _inputs(case, rows, T)
     exact, _ = _attend(case, [x.double() for x in inputs], T, "reference")
     on_device = [x.to(device) for x in inputs]
