@@ -100,10 +100,11 @@ def cut_segments(layout: ChunkLayout, batch_size: int, num_tokens: int) -> list[
     """
     num_chunks = max(1, num_tokens // layout.chunk_size)
     num_rows = min(batch_size, max(1, num_chunks // MIN_SEGMENT_CHUNKS))
-    rows = _slices(batch_size, num_rows)
-    chunks = _slices(layout.num_chunks, max(num_chunks // num_rows, MIN_SEGMENT_CHUNKS))
+    rows = cut_range(batch_size, num_rows)
+    chunks = cut_range(layout.num_chunks, max(num_chunks // num_rows, MIN_SEGMENT_CHUNKS))
     return [Segment(*pair) for pair in product(rows, chunks)]
 
 
-def _slices(length: int, step: int) -> list[slice]:
+def cut_range(length: int, step: int) -> list[slice]:
+    """Neighbouring slices of `step` numbers below `length`."""
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]

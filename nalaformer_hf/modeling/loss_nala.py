@@ -62,5 +62,5 @@ def chunked_loss(
 
     num_rows = max(1, CHUNK_LOGITS // vocab_size)
     pieces = zip(hidden_states.flatten(0, 1).split(num_rows), targets.split(num_rows), strict=True)
-    losses = [checkpoint(loss_of, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    losses = [checkpoint(loss_of, *piece, use_reentrant=False) for piece in pieces]
     return sum(losses[1:], start=losses[0])

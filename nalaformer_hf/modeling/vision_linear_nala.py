@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .chunking_nala import cut_range
 from .feature_maps_nala import FeatureSpec, apply_rotary, map_features, upcast
 from .linear_attention_nala import chunked_attention, full_precision
 from .linear_nala import is_traced
@@ -217,11 +218,7 @@ def _segments(q: Tensor) -> list[tuple[slice, slice]]:
     batch, num_tokens, heads, dim = q.shape
     size = max(1, SEGMENT_SIZE["cpu" if q.device.type == "cpu" else "cuda"] // (heads * dim))
     num_rows = min(batch, max(1, size // num_tokens))
-    return list(product(_slices(batch, num_rows), _slices(num_tokens, size)))
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    return list(product(cut_range(batch, num_rows), cut_range(num_tokens, size)))
 
 
 def _at(turns: Tensor | None, tokens: slice) -> Tensor | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .chunking_nala import cut_range
 from .linear_nala import is_hooked, is_traced
 
 # Numbers of each tensor inside a piece.
@@ -32,24 +33,18 @@ def piece_tokens(width: int) -> int:
 def image_pieces(images: Tensor, num_tokens: int) -> list[tuple[slice, slice]]:
     """Cuts a batch (B, Y, X, C) into whole images of so many tokens together, one image at the least."""
     batch, height, columns, _ = images.shape
-    return [(part, slice(0, height)) for part in _slices(batch, num_tokens // (height * columns))]
+    return [(part, slice(0, height)) for part in cut_range(batch, max(1, num_tokens // (height * columns)))]
 
 
 def row_blocks(images: Tensor, num_tokens: int) -> list[slice]:
     """Cuts rows into blocks of so many tokens of an image."""
-    return _slices(images.shape[1], max(MIN_ROWS, num_tokens // images.shape[2]))
+    return cut_range(images.shape[1], max(MIN_ROWS, num_tokens // images.shape[2]))
 
 
 def row_pieces(images: Tensor, num_tokens: int) -> list[tuple[slice, slice]]:
     """`image_pieces`, and larger images in blocks of rows."""
     blocks = row_blocks(images, num_tokens)
     return [(part, rows) for part, _ in image_pieces(images, num_tokens) for rows in blocks]
-
-
-def _slices(length: int, step: int) -> list[slice]:
-    """Neighbouring slices of `step`, and of 1 at the least."""
-    step = max(1, step)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def map_pieces(
