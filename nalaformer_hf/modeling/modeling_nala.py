@@ -246,12 +246,19 @@ class NaLaForCausalLM(NaLaPreTrainedModel, GenerationMixin):
         """As the library's.
 
         Raises:
-            ValueError: Also if the model is not causal.
+            ValueError: Also if the model is not causal, or if `assistant_model` has a state that cannot be
+                rolled back, which the library would notice only after a draft.
         """
         if not self.config.is_causal:
             raise ValueError(
                 "generate needs a causal model, got is_causal=False: an encoder reads later tokens, "
                 "which are still to come."
+            )
+        assistant = kwargs.get("assistant_model")
+        if getattr(assistant, "_is_stateful", False):
+            raise ValueError(
+                "assistant_model must have a state that can be rolled back, as the 'linear' mixer has, "
+                f"got a {type(assistant).__name__} without one."
             )
         return cast("Any", super()).generate(*args, **kwargs)
 

@@ -204,6 +204,16 @@ def test_a_cache_continues_after_assisted_decoding(name):
 
 
 @pytest.mark.parametrize("name", DELTA)
+def test_a_delta_assistant_is_refused_before_any_work(name):
+    model, assistant, calls = tiny_model(), tiny_model(name), []
+    for either in (model, assistant):
+        either.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="assistant_model must have a state that can be rolled back"):
+        generate(model, random_ids(1, 12), 5, assistant_model=assistant)
+    assert not calls
+
+
+@pytest.mark.parametrize("name", DELTA)
 @pytest.mark.parametrize("helped_by", ["prompt lookup", "assistant"])
 def test_delta_mixers_refuse_assistance_before_any_work(name, helped_by):
     model, calls = tiny_model(name), []
