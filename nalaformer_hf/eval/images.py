@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from nalaformer_hf.dropins import register_dropins
+from nalaformer_hf.files import write_whole
 from nalaformer_hf.generation import check_device_and_dtype
 from nalaformer_hf.loading import load_pretrained
 from nalaformer_hf.training.image_batches import PreparedImages, check_channels, collate
@@ -50,9 +50,7 @@ class ImageScores:
     def write(self, path: Path) -> None:
         """Write the figures to a JSON file, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def eval_images(

@@ -164,7 +164,8 @@ def fused_delta_forms(k: Tensor, v: Tensor, gated: bool) -> FusedForms | None:
         from .triton.delta_selftest import DeltaCase
         from .triton.trust import why_not_trusted
 
-        # fla tunes its kernels for each size, so the test takes the one that is about to be used.
+        # fla tunes its kernels for each size, so the first test takes the one that is about to be used; its
+        # result then stands for all sizes of the mixer.
         case = DeltaCase(gated, v.dtype, v.shape[2], k.shape[-1], v.shape[-1])
         reason = why_not_trusted(v.device, case)
     if reason is not None:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.lm_harness import score_sample_tasks
+from nalaformer_hf.files import write_whole
 from nalaformer_hf.modeling.configuration_nala import PRESETS
 from nalaformer_hf.training.config import LMTrainConfig, load_config
 from nalaformer_hf.training.errors import ConfigError
@@ -87,9 +88,7 @@ class _Progress:
 
     def save(self) -> None:
         text = json.dumps({"settings": self.settings, "results": self.results}, indent=2)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.path)
+        write_whole(self.path, text)
 
 
 def run_demo(settings: DemoSettings, output_dir: Path, *, resume: bool = False) -> bool:

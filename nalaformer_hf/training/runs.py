@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from transformers import TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
+from nalaformer_hf.files import write_whole
 from nalaformer_hf.training.checkpoints import last_complete_checkpoint
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.interrupt import InterruptCallback
@@ -95,7 +96,7 @@ def train_to_the_end(
     _save_model(trainer, output_dir, facts)
     result = result_class(**_run_facts(trainer, output_dir, finished=True), **figures)
     if trainer.args.should_save:
-        (output_dir / RESULT_FILE).write_text(json.dumps(asdict(result), indent=2), encoding="utf-8")
+        write_whole(output_dir / RESULT_FILE, json.dumps(asdict(result), indent=2))
     return result
 
 

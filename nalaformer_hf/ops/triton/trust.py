@@ -17,6 +17,7 @@ import torch
 import triton
 
 from ... import __version__
+from ...files import write_whole
 from ..dispatch import fla_version
 from .delta_selftest import DeltaCase, run_delta_selftest
 from .selftest import QUICK, Case, Check, run_selftest
@@ -54,11 +55,9 @@ def record(device: torch.device, mixer: str, checks: list[Check]) -> list[str]:
     """Keeps the result of a mixer's self-test for the next process; returns the failures in words."""
     failures = [f"{check.case}: {check.name}" for check in checks if not check.passed]
     path = record_path(device, mixer)
-    partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({**_facts(device), "failures": failures}, indent=1))
-        partial.replace(path)
+        write_whole(path, json.dumps({**_facts(device), "failures": failures}, indent=1))
     except OSError as error:
         warnings.warn(f"the kernels' self-test will run again in the next process: {error}", stacklevel=2)
     return failures
