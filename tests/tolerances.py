@@ -4,6 +4,8 @@ Errors are relative: the largest error to the largest value, and each row's erro
 dimension) to that row's own norm.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -37,39 +39,27 @@ KERNEL_TOLERANCES = {
     ("cosine", torch.bfloat16): (2e-2, 5e-2),
     ("polarity", torch.bfloat16): (2e-2, 5e-2),
 }
-# They keep o in the dtype of v, as flash attention does; its rounding covers small rows of q's gradient.
-KERNEL_ROW_FLOOR = 1e-1
-
 # The error of a row smaller than this part of the largest is measured against that part.
 ROW_FLOOR = 1e-2
 
 
-def relative_errors(actual: Tensor, expected: Tensor, row_floor: float = ROW_FLOOR) -> tuple[float, float]:
-    """(largest error / largest value, largest row error / row norm)."""
+def relative_errors(
+    actual: Tensor, expected: Tensor, row_floor: float = ROW_FLOOR, terms: Tensor | None = None
+) -> tuple[float, float]:
+    """(largest error / largest value, largest row error / row norm); of the sum's `terms` where larger."""
     expected = expected.detach().double()
     error = actual.detach().double() - expected
-    norms = torch.linalg.vector_norm(expected, dim=-1)
+    sizes = expected.abs() if terms is None else torch.maximum(expected.abs(), terms.detach().abs())
+    norms = torch.linalg.vector_norm(sizes, dim=-1)
     row_errors = torch.linalg.vector_norm(error, dim=-1) / norms.clamp_min(row_floor * float(norms.max()))
-    return float(error.abs().max() / expected.abs().max()), float(row_errors.max())
+    return float(error.abs().max() / sizes.max()), float(row_errors.max())
 
 
 def assert_close_rows(
     actual: Tensor, expected: Tensor, tolerance: float, name: str = "value", row_floor: float = ROW_FLOOR
 ) -> None:
     """Within `tolerance` of the largest value everywhere, and of each row's norm in each row."""
-    _assert_close(actual, expected, (tolerance, tolerance), name, row_floor)
-
-
-def _assert_close(
-    actual: Tensor, expected: Tensor, tolerances: tuple[float, float], name: str, row_floor: float
-) -> None:
-    assert actual.shape == expected.shape, name
-    assert actual.isfinite().all(), name
-    largest, row = relative_errors(actual, expected, row_floor)
-    assert largest <= tolerances[0], (
-        f"{name}: {largest:.2e} of the largest value, allowed {tolerances[0]:.0e}"
-    )
-    assert row <= tolerances[1], f"{name}: {row:.2e} of a row's norm, allowed {tolerances[1]:.0e}"
+    _assert_errors(actual, expected, relative_errors(actual, expected, row_floor), (tolerance,) * 2, name)
 
 
 def assert_close_kernel(
@@ -80,15 +70,25 @@ def assert_close_kernel(
     name: str,
     is_gradient: bool,
     rounded: Tensor | None = None,
+    terms: Tensor | None = None,
 ) -> None:
     """`assert_close_rows` for what a fused kernel computed from inputs in `dtype`.
 
-    Rotated weights have signs, and a row whose numerator cancels keeps the rounding of its terms. `rounded`
+    A small difference of large numbers keeps the rounding of those: it is measured against `terms`. `rounded`
     is the reference with all rounded that a kernel must round; twice its error is allowed where that is more
     than the tolerance, as flash attention's tests do.
     """
     tolerance = KERNEL_TOLERANCES.get((form, dtype), TOLERANCES[form, dtype])[is_gradient]
-    row_floor = ROW_FLOOR if dtype == torch.float32 else KERNEL_ROW_FLOOR
-    attainable = (0.0, 0.0) if rounded is None else relative_errors(rounded, expected, row_floor)
+    measure = partial(relative_errors, expected=expected, terms=terms)
+    attainable = (0.0, 0.0) if rounded is None else measure(rounded)
     largest, row = (max(tolerance, 2 * error) for error in attainable)
-    _assert_close(actual, expected, (largest, row), name, row_floor)
+    _assert_errors(actual, expected, measure(actual), (largest, row), name)
+
+
+def _assert_errors(
+    actual: Tensor, expected: Tensor, errors: tuple[float, float], tolerances: tuple[float, ...], name: str
+) -> None:
+    assert actual.shape == expected.shape, name
+    assert actual.isfinite().all(), name
+    for error, allowed, of in zip(errors, tolerances, ("the largest value", "a row's norm"), strict=True):
+        assert error <= allowed, f"{name}: error {error:.2e} of {of}, allowed {allowed:.0e}"

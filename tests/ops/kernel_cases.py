@@ -1,11 +1,10 @@
 """What runs in the interpreting process: a kernel's case against the float64 reference."""
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
 from op_cases import Case, make_case, qkv
-from rounded_products import rounded_products
+from rounded_products import absolute_operands, numerators_alone, rounded_products
 from tolerances import TOLERANCES, assert_close_kernel, assert_close_rows
 
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec
@@ -45,15 +44,20 @@ def check_kernels(form: str, T: int, has_state: bool = True, sequential: bool = 
         case.options |= {"initial_state": None, "output_final_state": False}
     case.options["eps"] = 0.1  # else a bidirectional row of one token has no gradient but rounding
     expected = case.double().run("reference")
-    with rounded_products(case.q.dtype) if case.q.dtype != torch.float32 else nullcontext():
-        rounded = case.double().run("reference")
+    with rounded_products(case.q.dtype):
+        rounded = case.run("reference")
+    with absolute_operands():
+        terms, _ = case.double().run("reference")
+    with numerators_alone():
+        _, gradient_terms = case.double().run("reference")
     with mock.patch.object(attention, "is_sequential", return_value=sequential) as choice:
         actual = guard(case).run("triton")
     choice.assert_called_once()
-    for is_gradient, (wanted, came, attainable) in enumerate(zip(expected, actual, rounded, strict=True)):
+    results = zip(expected, actual, rounded, (terms, gradient_terms), strict=True)
+    for is_gradient, (wanted, came, attainable, sizes) in enumerate(results):
         assert wanted.keys() == came.keys()
         for name, x in wanted.items():
-            options = name, bool(is_gradient), attainable[name]
+            options = name, bool(is_gradient), attainable[name], sizes[name]
             assert_close_kernel(came[name], x, form, case.q.dtype, *options)
 
 

@@ -1,6 +1,6 @@
-"""The reference with all rounded that a tensor-core kernel must round: what half precision alone costs."""
+"""The reference with all rounded that a kernel must round, and in parts: what precision alone costs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -18,18 +18,33 @@ PRODUCTS = ("bthf,bshf->bhts", "bhts,bshv->bthv", "bthf,bhfv->bthv", "bthf,bthv-
 @contextmanager
 def rounded_products(dtype: torch.dtype) -> Iterator[None]:
     """Inside, `quadratic_attention` rounds operands, o and their gradients; sums stay as they are."""
-    with mock.patch.object(reference, "_ratio", partial(_Ratio.apply, dtype)), _Rounding(dtype):
+    ratio = mock.patch.object(reference, "_ratio", partial(_Ratio.apply, dtype))
+    with ratio, _Operands(lambda x: _Rounded.apply(x, dtype)):
         yield
 
 
-class _Rounding(TorchFunctionMode):
-    def __init__(self, dtype: torch.dtype) -> None:
+def absolute_operands() -> TorchFunctionMode:
+    """Inside, o and S of `quadratic_attention` are sums of absolute terms."""
+    return _Operands(torch.abs)
+
+
+@contextmanager
+def numerators_alone() -> Iterator[None]:
+    """Inside, no gradient of `quadratic_attention` goes through the denominator."""
+    with mock.patch.object(reference, "_ratio", lambda num, den: num / den.detach().unsqueeze(-1)):
+        yield
+
+
+class _Operands(TorchFunctionMode):
+    """Inside, the operands of `PRODUCTS` are changed."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.change = change
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.einsum and args[0] in PRODUCTS:
-            args = args[0], *(_Rounded.apply(x, self.dtype) for x in args[1:])
+            args = args[0], *(self.change(x) for x in args[1:])
         return func(*args, **(kwargs or {}))
 
 

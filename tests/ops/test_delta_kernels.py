@@ -3,7 +3,7 @@
 import pytest
 import torch
 from interpreted_fla import needs_fla
-from tolerances import assert_close_kernel
+from tolerances import TOLERANCES, assert_close_rows
 
 from nalaformer_hf.ops.triton.delta_selftest import FULL, run_delta_selftest
 
@@ -31,7 +31,8 @@ def test_packed_sequences(interpret, gated):
     results = interpret("delta_kernel_cases", "packed", [5, 0, 67, 1, 0], gated)
     assert list(results) == NAMES + ["dlog_decay"] * gated
     for name, (actual, expected) in results.items():
-        assert_close_kernel(actual, expected, "delta", torch.float16, name, is_gradient=name.startswith("d"))
+        tolerance = TOLERANCES["delta", torch.float16][name.startswith("d")]
+        assert_close_rows(actual, expected, tolerance, name, row_floor=1e-1)
 
 
 @needs_fla
