@@ -33,14 +33,22 @@ class NaLaLinear(nn.Linear):
 
 def gated_linear(linear: nn.Module, gate: Tensor, x: Tensor) -> Tensor:
     """`linear(silu(gate) · x)` of two (..., I), which are all that oneDNN's path keeps for the backward."""
-    if torch.is_grad_enabled() and _is_plain(linear) and _onednn_takes(x, linear.weight):
+    plain = _is_plain(linear) and linear.bias is None and _onednn_takes(x, linear.weight)
+    if plain and torch.is_grad_enabled():
         return _GatedProduct.apply(gate, x, linear.weight)
     return linear(F.silu(gate) * x)
 
 
+def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
+    """`gelu(linear(x))`, (..., I) to (..., O), in one pass where nothing is kept for a backward."""
+    if not torch.is_grad_enabled() and _is_plain(linear) and _onednn_takes(x, linear.weight):
+        return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], "none")
+    return F.gelu(linear(x))
+
+
 def _is_plain(linear: nn.Module) -> TypeGuard[NaLaLinear]:
-    """Whether calling `linear` is nothing but its product, so that nobody misses the call."""
-    return type(linear) is NaLaLinear and linear.bias is None and not is_hooked(linear)
+    """Whether calling `linear` is nothing but its map, so that nobody misses the call."""
+    return type(linear) is NaLaLinear and not is_hooked(linear)
 
 
 def is_hooked(*modules: nn.Module | None) -> bool:

@@ -81,13 +81,14 @@ class NaLaVisionAttention(nn.Module):
         lepe = None if self.lepe is None else self.lepe(v)
         with maybe_autocast(q.device.type, enabled=False):
             o = self._mix(self._heads(q), self._heads(k), self._heads(v), tables).reshape(hidden_states.shape)
-        return self._finish(o, lepe, gate, q.dtype)
+            o = o if lepe is None else o + lepe
+        return self._finish(o, gate, q.dtype)
 
     def _in_blocks(self, images: Tensor, tables: AxialTables | None) -> Tensor:
         """`_whole` in two passes over blocks of rows: the sums over keys, then what queries read of them."""
         num_tokens = images.shape[1] * images.shape[2]
         is_streamed = num_tokens >= STREAMED_TOKENS
-        block_tokens = BLOCK_TOKENS if is_streamed else piece_tokens(2 * images.shape[-1])
+        block_tokens = BLOCK_TOKENS if is_streamed else piece_tokens(self.qkvg.out_features)
         blocks = row_blocks(images, block_tokens)
         if len(blocks) == 1:
             return self._whole(images, tables)
@@ -125,7 +126,8 @@ class NaLaVisionAttention(nn.Module):
         with maybe_autocast(q.device.type, enabled=False):
             num, inverse = read_means(self._heads(q), means, _turns(tables, rows), self.spec)
             o = num.mul_(inverse).transpose(1, 2).reshape(q.shape)
-        return self._finish(o, lepe, gate, q.dtype)
+            o = o if lepe is None else o.add_(lepe)
+        return self._finish(o, gate, q.dtype)
 
     def _project(self, hidden_states: Tensor) -> Projections:
         return Projections(*self.qkvg(hidden_states).chunk(4 if self.has_gate else 3, dim=-1))
@@ -146,10 +148,9 @@ class NaLaVisionAttention(nn.Module):
             q, k = rotate(q, tables), rotate(k, tables)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
-    def _finish(self, o: Tensor, lepe: Tensor | None, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Local enhancement, norm, gate and output projection of the mixed values (B, Y, X, C)."""
+    def _finish(self, o: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Norm, gate and output projection of the mixed and locally enhanced values (B, Y, X, C)."""
         with maybe_autocast(o.device.type, enabled=False):
-            o = o if lepe is None else o + lepe
             o = self.ln(o).to(dtype)
         return self.out_proj(o if gate is None else o * F.silu(gate))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_nala_vision import NaLaVisionConfig
-from .linear_nala import NaLaLinear
+from .linear_nala import NaLaLinear, linear_gelu
 from .vision_attention_nala import NaLaVisionAttention
 from .vision_convolution_nala import NaLaDepthwiseConv
 from .vision_pieces_nala import is_cut, map_pieces, piece_tokens, row_pieces
@@ -82,7 +82,7 @@ class NaLaVisionFeedForward(nn.Module):
         return map_pieces(partial(self._piece, x), x, row_pieces(x, piece_tokens(self.fc1.out_features)))
 
     def _inner(self, x: Tensor) -> Tensor:
-        return self.dwconv(F.gelu(self.fc1(x)))
+        return self.dwconv(linear_gelu(self.fc1, x))
 
     def _piece(self, x: Tensor, images: slice, rows: slice) -> Tensor:
         """Some rows of some images; the convolution reads a row beyond them."""

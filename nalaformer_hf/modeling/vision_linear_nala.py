@@ -56,45 +56,43 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, spec: FeatureSpec, tables: 
     return (fq @ state).transpose(1, 2) / den
 
 
-class _Rows(NamedTuple):
-    """q or k of one segment, (r, H, n, D), and half features: `halves` (2, r, H, n, D), negative first."""
-
-    x: Tensor
-    halves: Tensor
-    direction: Tensor | None = None  # queries only, like the rest
-    norm: Tensor | None = None
-    tanh_norm: Tensor | None = None
-    exponent: Tensor | None = None
-
-
 def _dense(x: Tensor) -> Tensor:
     """(r, n, H, ·) to contiguous (r, H, n, ·), upcast; not a copy where it is that already."""
     return upcast(x).transpose(1, 2).contiguous()
 
 
-def _halves(amplitude: Tensor, x: Tensor) -> Tensor:
-    """[x < 0] A and [x > 0] A."""
-    signed = torch.copysign(amplitude, x)
-    halves = amplitude.new_empty(2, *amplitude.shape)
-    torch.clamp_min(signed, 0, out=halves[1])
-    torch.sub(halves[1], signed, out=halves[0])
-    return halves
+class _Norms(NamedTuple):
+    """Of queries (r, H, n, D), (r, H, n, 1) each; a norm of zero is infinite."""
+
+    norm: Tensor
+    tanh_norm: Tensor
+    exponent: Tensor
 
 
-def _query_rows(q: Tensor, spec: FeatureSpec) -> _Rows:
-    x = _dense(q)
+def _norms(x: Tensor, spec: FeatureSpec) -> _Norms:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     tanh_norm = torch.tanh(norm * spec.norm_scale)
     exponent = spec.power * (spec.tau + tanh_norm)
-    norm = norm.masked_fill_(norm == 0, torch.inf)
-    direction = x / norm
-    amplitude = direction.abs().pow_(exponent)
-    return _Rows(x, _halves(amplitude, direction), direction, norm, tanh_norm, exponent)
+    return _Norms(norm.masked_fill_(norm == 0, torch.inf), tanh_norm, exponent)
 
 
-def _key_rows(k: Tensor, spec: FeatureSpec) -> _Rows:
-    x = _dense(k)
-    return _Rows(x, _halves(x.abs().pow_(spec.power), x))
+def _halves(x: Tensor, norm: Tensor | float, exponent: Tensor | float) -> Tensor:
+    """[x < 0] A and [x > 0] A, A = |x / norm|^exponent: (2, ...) in memory that holds all in between."""
+    halves = x.new_empty(2, *x.shape)
+    signed, positive = halves
+    torch.div(x, norm, out=signed)
+    signed.abs_().pow_(exponent).copysign_(x)
+    torch.clamp_min(signed, 0, out=positive)
+    torch.sub(positive, signed, out=signed)
+    return halves
+
+
+def _query_halves(x: Tensor, norms: _Norms) -> Tensor:
+    return _halves(x, norms.norm, norms.exponent)
+
+
+def _key_halves(x: Tensor, spec: FeatureSpec) -> Tensor:
+    return _halves(x, 1.0, spec.power)
 
 
 def _turn_(halves: Tensor, turns: Tensor | None) -> Tensor:
@@ -104,9 +102,9 @@ def _turn_(halves: Tensor, turns: Tensor | None) -> Tensor:
     return halves
 
 
-def _weighted(grad_halves: Tensor, halves: Tensor) -> Tensor:
-    """A · d(loss)/dA: one half of each pair is zero."""
-    return (grad_halves[0] * halves[0]).addcmul_(grad_halves[1], halves[1])
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a ⊙ b summed over both halves, (2, ...) each."""
+    return (a[0] * b[0]).addcmul_(a[1], b[1])
 
 
 def _inverse(x: Tensor) -> Tensor:
@@ -130,15 +128,16 @@ class KeySums(NamedTuple):
 
 def sum_keys(k: Tensor, v: Tensor, turns: Tensor | None, spec: FeatureSpec) -> KeySums:
     """The sums over some tokens: k (r, n, H, D), v (r, n, H, V)."""
-    halves = _key_rows(k, spec).halves
+    halves = _key_halves(_dense(k), spec)
     z = halves.sum(-2, keepdim=True)
     return KeySums(_turn_(halves, turns).mT @ _dense(v), z)
 
 
 def read_means(q: Tensor, means: KeySums, turns: Tensor | None, spec: FeatureSpec) -> tuple[Tensor, Tensor]:
     """Numerators (r, H, n, V) and inverse denominators (r, H, n, 1) of queries (r, n, H, D)."""
-    halves = _query_rows(q, spec).halves
-    den = (halves * means.z).sum((0, -1)).add_(EPS).unsqueeze(-1)
+    x = _dense(q)
+    halves = _query_halves(x, _norms(x, spec))
+    den = _product(halves, means.z).sum(-1, keepdim=True).add_(EPS)
     return _matmul(_turn_(halves, turns), means.S), den.reciprocal_()
 
 
@@ -178,33 +177,33 @@ class _Polarity(torch.autograd.Function):
         grad_S, grad_z = torch.zeros_like(S), torch.zeros_like(z)
         for rows, tokens in segments:
             at = _at(turns, tokens)
-            queries = _query_rows(q[rows, tokens], spec)
+            queries = _dense(q[rows, tokens])
+            norms = _norms(queries, spec)
+            halves = _query_halves(queries, norms)
             grad_num = _dense(grad_o[rows, tokens]) * inverse[rows, :, tokens]
             grad_den = (grad_num * _dense(o[rows, tokens])).sum(-1, keepdim=True).neg_()
-            grad_z[:, rows] += (queries.halves * grad_den).sum(-2, keepdim=True)
+            grad_z[:, rows] += (halves * grad_den).sum(-2, keepdim=True)
             grad_halves = _turn_(grad_num @ S[:, rows].mT, _conj(at)).addcmul_(grad_den, z[:, rows])
-            weighted = _weighted(grad_halves, queries.halves)
-            grad_S[:, rows] += _turn_(queries.halves, at).mT @ grad_num
-            grad_q[rows, tokens] = _query_grad(weighted, queries, spec).transpose(1, 2)
+            weighted = _product(grad_halves, halves)  # A · d(loss)/dA
+            grad_S[:, rows] += _turn_(halves, at).mT @ grad_num
+            grad_q[rows, tokens] = _query_grad(weighted, queries, norms, spec).transpose(1, 2)
         grad_S /= q.shape[1]
         grad_z /= q.shape[1]
         for rows, tokens in segments:
             at, values = _at(turns, tokens), _dense(v[rows, tokens])
-            keys = _key_rows(k[rows, tokens], spec)
+            keys = _dense(k[rows, tokens])
+            halves = _key_halves(keys, spec)
             grad_halves = _turn_(values @ grad_S[:, rows].mT, _conj(at)).add_(grad_z[:, rows])
-            grad = _weighted(grad_halves, keys.halves).mul_(_inverse(keys.x)).mul_(spec.power)
+            grad = _product(grad_halves, halves).mul_(_inverse(keys)).mul_(spec.power)
             grad_k[rows, tokens] = grad.transpose(1, 2)
-            grad_v[rows, tokens] = _matmul(_turn_(keys.halves, at), grad_S[:, rows]).transpose(1, 2)
+            grad_v[rows, tokens] = _matmul(_turn_(halves, at), grad_S[:, rows]).transpose(1, 2)
         return grad_q, grad_k, grad_v, None, None
 
 
-def _query_grad(weighted: Tensor, queries: _Rows, spec: FeatureSpec) -> Tensor:
-    """Gradient of the queries: through their direction, and through the exponent's norm."""
-    d, norm, tanh_norm, exponent = queries.direction, queries.norm, queries.tanh_norm, queries.exponent
-    assert d is not None
-    assert norm is not None
-    assert tanh_norm is not None
-    assert exponent is not None
+def _query_grad(weighted: Tensor, x: Tensor, norms: _Norms, spec: FeatureSpec) -> Tensor:
+    """Gradient of the queries x: through their direction, and through the exponent's norm."""
+    norm, tanh_norm, exponent = norms
+    d = x / norm
     slope = (1 - tanh_norm * tanh_norm) * (spec.power * spec.norm_scale)
     log_direction = d.abs().log_().clamp_min_(-1e4)  # finite where weighted is 0
     grad_norm = (weighted * log_direction).sum(-1, keepdim=True).mul_(slope)

@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from nalaformer_hf.modeling.linear_nala import NaLaLinear, gated_linear
+from nalaformer_hf.modeling.linear_nala import NaLaLinear, gated_linear, linear_gelu
 
 # One fp32 rounding a product of 24 terms; measured 2e-7.
 TOLERANCE = 1e-6
@@ -165,3 +165,19 @@ def test_a_hook_sees_the_input_of_a_gated_linear(hook):
     getattr(layer, hook)(lambda module, inputs, *_: seen.append(inputs[0]))
     gated_linear(layer, x, x)
     torch.testing.assert_close(seen[0], F.silu(x) * x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gelu_of_a_linear_map_is_that_of_float64(bias):
+    layer, x = make((2, 5, 24), bias)
+    exact = F.gelu(F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None))
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(linear_gelu(layer, x).double(), exact, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_gelu_of_a_hooked_linear_map_calls_it():
+    layer, x = make((2, 5, 24), True)
+    layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    with torch.no_grad():
+        assert (linear_gelu(layer, x) == 0).all()

@@ -90,18 +90,13 @@ def features(
     NORM_SCALE: tl.constexpr,
 ):
     """Both halves of φ_q or φ_k of a tile x."""
+    d, _, norm = direction(x)
     if IS_QUERY:
-        d, _, norm = direction(x)
         power, _ = query_power(norm, POWER, TAU, NORM_SCALE)
         amplitude = _raise(tl.abs(d), power[:, None])
-        first, second, _ = _waves(d, FORM, GAIN)
-    elif FORM == "polarity":
-        amplitude = _key_amplitude(tl.abs(x), POWER)
-        first, second, _ = _waves(x, FORM, GAIN)
     else:
-        d, _, _ = direction(x)
         amplitude = _key_amplitude(tl.abs(x), POWER)
-        first, second, _ = _waves(d, FORM, GAIN)
+    first, second, _ = _waves(d, FORM, GAIN)
     return amplitude * first, amplitude * second
 
 

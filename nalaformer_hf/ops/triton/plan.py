@@ -23,7 +23,6 @@ class Device(NamedTuple):
     is_hip: bool
     shared: int  # bytes of shared memory that one block of threads may have
     processors: int  # that run blocks at the same time
-    spills_for_blocks: bool = False  # whether its compiler spills for more blocks at a time, unless told
 
 
 INTERPRETER = Device(is_hip=False, shared=99 << 10, processors=84)
@@ -37,13 +36,7 @@ def device_facts(device: torch.device) -> Device:
     if device.type == "cpu":
         return INTERPRETER
     facts = driver.active.utils.get_device_properties(device.index)
-    is_hip = torch.version.hip is not None
-    return Device(
-        is_hip,
-        facts["max_shared_mem"],
-        facts["multiprocessor_count"],
-        spills_for_blocks=not is_hip and torch.cuda.get_device_capability(device) >= (10, 0),
-    )
+    return Device(torch.version.hip is not None, facts["max_shared_mem"], facts["multiprocessor_count"])
 
 
 class Tiles(NamedTuple):
@@ -95,8 +88,7 @@ class Plan(NamedTuple):
     def options(self, tiles: Tiles) -> dict[str, int]:
         """What a launch takes beside constants."""
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        # Turning pairs of features holds more at a time: then the other NVIDIA compilers spill a little too.
-        if self.device.spills_for_blocks or (self.rotary == "axial" and not self.device.is_hip):
+        if not self.device.is_hip:  # else the compiler spills a little where that lets more blocks run
             options["maxnreg"] = MAX_REGISTERS
         return options
 

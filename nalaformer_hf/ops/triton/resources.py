@@ -37,7 +37,7 @@ DEVICES = {
     "sm_80": Device(is_hip=False, shared=163 << 10, processors=108),
     "sm_86": Device(is_hip=False, shared=99 << 10, processors=84),
     "sm_90": Device(is_hip=False, shared=227 << 10, processors=132),
-    "sm_100": Device(is_hip=False, shared=227 << 10, processors=148, spills_for_blocks=True),
+    "sm_100": Device(is_hip=False, shared=227 << 10, processors=148),
     "gfx942": Device(is_hip=True, shared=64 << 10, processors=304),
 }
 
