@@ -5,6 +5,7 @@ Pieces of this size cost no time (docs/log.md). Letters in shapes: B batch, Y ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,9 +32,10 @@ def piece_tokens(width: int) -> int:
 
 
 def image_pieces(images: Tensor, num_tokens: int) -> list[tuple[slice, slice]]:
-    """Cuts a batch (B, Y, X, C) into whole images of so many tokens together, one image at the least."""
+    """Cuts a batch (B, Y, X, C) evenly into pieces of whole images, of at most so many tokens."""
     batch, height, columns, _ = images.shape
-    return [(part, slice(0, height)) for part in cut_range(batch, max(1, num_tokens // (height * columns)))]
+    num_pieces = math.ceil(batch / max(1, num_tokens // (height * columns)))
+    return [(part, slice(0, height)) for part in cut_range(batch, math.ceil(batch / num_pieces))]
 
 
 def row_blocks(images: Tensor, num_tokens: int) -> list[slice]:

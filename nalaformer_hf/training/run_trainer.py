@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
@@ -18,7 +19,8 @@ class RunTrainer(Trainer):
     """The Trainer of transformers with these differences.
 
     A checkpoint is written to a sibling folder, flushed, marked and renamed. The running mean of the loss is
-    saved with it, so that a resumed run logs what an uninterrupted one logs.
+    saved with it, so that a resumed run logs what an uninterrupted one logs. Starting a data loader draws no
+    number of the training's: persistent workers start once in a run, and once more in a resumed one.
 
     Args:
         arguments: As for `Trainer`.
@@ -53,6 +55,11 @@ class RunTrainer(Trainer):
     def load_weights(self, checkpoint: Path) -> None:
         """Load the weights that a checkpoint holds."""
         self._load_from_checkpoint(str(checkpoint))
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        loader = super()._get_dataloader(*args, **kwargs)
+        getattr(loader, "base_dataloader", loader).generator = torch.Generator().manual_seed(self.args.seed)
+        return loader
 
     def _shared_staging(self, target: Path) -> Path:
         if self.args.should_save:

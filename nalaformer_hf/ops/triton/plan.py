@@ -150,6 +150,8 @@ def make_plan(
         return _distinct(best, ahead if fits else best, _halved(best))
 
     sequential = tiles(16 if BD == 64 else 32, 32)
+    if BD == 32 and not device.is_hip:
+        sequential = sequential._replace(num_warps=8)  # with 4, some form spills
     return Plan(
         device,
         spec,
