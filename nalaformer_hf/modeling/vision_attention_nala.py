@@ -26,7 +26,7 @@ from .vision_rotary_nala import AxialTables, rotate
 OUTPUT_NORM_EPS = 1e-5  # published code
 # Where nothing is kept, each of two passes projects images of so many tokens anew, in blocks of so many.
 STREAMED_TOKENS = 1 << 15
-BLOCK_TOKENS = 1 << 10
+BLOCK_TOKENS = 1 << 11
 
 
 class Projections(NamedTuple):

@@ -1,5 +1,7 @@
 """Which tiles a kernel may run with on a device, and which of them it takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -84,3 +86,22 @@ def test_a_named_candidate_is_taken_and_nothing_measured(launched):
             assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE) == tiles
     assert launched == []
     assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE - 1) == SLOW
+
+
+@pytest.mark.parametrize(("spills", "is_hip"), [(0, False), (2, False), (2, True)])
+def test_a_kernel_that_spills_gets_more_registers(monkeypatch, spills, is_hip):
+    monkeypatch.setattr(tuning, "_spilled", set())
+    launched = []
+
+    def launch(tiles: Tiles) -> SimpleNamespace:
+        launched.append(tiles)
+        return SimpleNamespace(n_spills=0 if tiles.max_registers else spills)
+
+    options = {"key": "a", "work": 1, "is_hip": is_hip}
+    for _ in range(3):
+        tuning.launch_fastest(launch, (FAST,), **options)
+    roomy = FAST._replace(max_registers=255)
+    assert launched == ([FAST] * 3 if is_hip or not spills else [FAST, roomy, roomy, roomy])
+    plan = make_plan(FeatureSpec(), 64, 64, torch.bfloat16, DEVICES["sm_90"])
+    assert "maxnreg" not in plan.options(FAST)
+    assert plan.options(roomy)["maxnreg"] == 255

@@ -9,6 +9,7 @@ the two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from .plan import Plan, Tiles, device_facts, make_plan
 from .sequences import Sequences, cut_sequences
 from .sequential import is_sequential, sequential_constants, sequential_kernel
 from .sums import SCAN_BLOCK, chunk_sums_kernel, scan_constants, scan_kernel
-from .tuning import fastest
+from .tuning import launch_fastest
 
 
 class _Launcher:
@@ -57,8 +58,8 @@ class _Launcher:
         sums = self.empty(count, self.num_heads, num_features, plan.stride)
         inverse, weights = scales or (x, x)
 
-        def launch(tiles: Tiles) -> None:
-            chunk_sums_kernel[count, self.num_heads, triton.cdiv(plan.V, tiles.BV)](
+        def launch(tiles: Tiles) -> Any:
+            return chunk_sums_kernel[count, self.num_heads, triton.cdiv(plan.V, tiles.BV)](
                 x, values, inverse, weights, self.cos, self.sin, sums, *self.where, self.num_tables,
                 IS_QUERY=scales is not None, **plan.constants(tiles), **plan.options(tiles),
             )  # fmt: skip
@@ -78,8 +79,8 @@ class _Launcher:
         """o, filling `inverse`, or the gradient of v."""
         plan, out = self.plan, torch.empty_like(values)
 
-        def launch(tiles: Tiles) -> None:
-            outputs_kernel[self._num_blocks(tiles.BT), self.num_heads, triton.cdiv(plan.V, tiles.BV)](
+        def launch(tiles: Tiles) -> Any:
+            return outputs_kernel[self._num_blocks(tiles.BT), self.num_heads, triton.cdiv(plan.V, tiles.BV)](
                 x, y, values, inverse, out, self.cos, self.sin, states, *self.where, self.num_tables,
                 plan.eps, IS_QUERY=is_query, CAUSAL=plan.causal,
                 **plan.constants(tiles), **plan.options(tiles),
@@ -94,9 +95,9 @@ class _Launcher:
         """o, filling `inverse` and `final`, in one kernel."""
         plan, out = self.plan, torch.empty_like(v)
 
-        def launch(tiles: Tiles) -> None:
+        def launch(tiles: Tiles) -> Any:
             num_programs = self.sequences.num_sequences * self.num_heads
-            sequential_kernel[num_programs, triton.cdiv(plan.V, tiles.BV)](
+            return sequential_kernel[num_programs, triton.cdiv(plan.V, tiles.BV)](
                 q, k, v, inverse, out, self.cos, self.sin, final if initial is None else initial, final,
                 self.sequences.bounds, self.num_heads, self.num_tables,
                 **sequential_constants(plan, tiles, initial is not None), **plan.options(tiles),
@@ -117,8 +118,8 @@ class _Launcher:
         """The gradient of x; `values`: of the tokens of x and of y; `scales`: 1 / den, dden."""
         plan, grad = self.plan, torch.empty_like(x)
 
-        def launch(tiles: Tiles) -> None:
-            input_grads_kernel[self._num_blocks(tiles.BT), self.num_heads](
+        def launch(tiles: Tiles) -> Any:
+            return input_grads_kernel[self._num_blocks(tiles.BT), self.num_heads](
                 x, y, *values, *scales, grad, self.cos, self.sin, states, *self.where, self.num_tables,
                 IS_QUERY=is_query, CAUSAL=plan.causal, **plan.constants(tiles), **plan.options(tiles),
             )  # fmt: skip
@@ -126,9 +127,9 @@ class _Launcher:
         self._run(launch, plan.gradients, "dq" if is_query else "dk")
         return grad
 
-    def _run(self, launch: Callable[[Tiles], None], candidates: tuple[Tiles, ...], name: str) -> None:
-        work = self.num_tokens * self.num_heads
-        launch(fastest(launch, candidates, key=(name, self.device, self.plan), work=work))
+    def _run(self, launch: Callable[[Tiles], Any], candidates: tuple[Tiles, ...], name: str) -> None:
+        work, key = self.num_tokens * self.num_heads, (name, self.device, self.plan)
+        launch_fastest(launch, candidates, key=key, work=work, is_hip=self.plan.device.is_hip)
 
     def _num_blocks(self, BT: int) -> int:
         return self.sequences.num_chunks * (self.plan.chunk_size // BT)

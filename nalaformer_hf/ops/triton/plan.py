@@ -46,6 +46,12 @@ class Tiles(NamedTuple):
     BV: int
     num_warps: int
     num_stages: int = 1
+    max_registers: int | None = None  # a thread's; None: the compiler may spill so that more blocks run
+
+    @property
+    def roomy(self) -> Tiles:
+        """The same with all the registers that a thread can have (NVIDIA)."""
+        return self._replace(max_registers=MAX_REGISTERS)
 
 
 class Plan(NamedTuple):
@@ -88,8 +94,8 @@ class Plan(NamedTuple):
     def options(self, tiles: Tiles) -> dict[str, int]:
         """What a launch takes beside constants."""
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        if not self.device.is_hip:  # else the compiler spills a little where that lets more blocks run
-            options["maxnreg"] = MAX_REGISTERS
+        if tiles.max_registers is not None:
+            options["maxnreg"] = tiles.max_registers
         return options
 
 
@@ -140,7 +146,9 @@ def make_plan(
 
     sums = tiles(32 if BD <= 64 else 16, 64 if BD <= 128 else 32)
     outputs = tiles(16 if BD == 256 else 32 if BD == 128 or rotated else 64, 64)
-    gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if BD <= 64 else 32)
+    # In both directions no loop over columns takes registers; the narrower tile is what spills then.
+    is_wide = BD <= 64 or (BD == 128 and not causal and dtype != torch.float32)
+    gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if is_wide else 32)
     # Registers for both halves of a state, or for loads ahead; three products in tf32 take more of them.
     has_room = (16 if dtype == torch.float32 else 64) >= BD
 

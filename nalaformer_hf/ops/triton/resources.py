@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from .decode import decode_constants, decode_kernel
 from .gradients import den_grad_constants, den_grad_kernel, input_grads_kernel
 from .outputs import outputs_kernel
-from .plan import Device, Plan
+from .plan import MAX_REGISTERS, Device, Plan
 from .sequential import sequential_constants, sequential_kernel
 from .sums import chunk_sums_kernel, scan_constants, scan_kernel
 
@@ -66,6 +66,7 @@ class Launch(NamedTuple):
     kernel: Any
     constants: dict[str, Any]
     options: dict[str, int]
+    may_be_roomy: bool = True  # whether `tuning` launches it
 
 
 class Resources(NamedTuple):
@@ -93,14 +94,15 @@ def launches(plan: Plan) -> Iterator[Launch]:
         constants = sequential_constants(plan, tiles, has_initial=True)
         yield Launch("sequential o", sequential_kernel, constants, plan.options(tiles))
     default = {"num_warps": 4, "num_stages": 1}
-    yield Launch("scan", scan_kernel, scan_constants(plan, reverse=False, has_initial=True), default)
-    yield Launch("dden", den_grad_kernel, den_grad_constants(plan), default)
+    scan = scan_constants(plan, reverse=False, has_initial=True)
+    yield Launch("scan", scan_kernel, scan, default, may_be_roomy=False)
+    yield Launch("dden", den_grad_kernel, den_grad_constants(plan), default, may_be_roomy=False)
     decode = decode_constants(plan.spec, plan.rotary, plan.D, plan.V)
-    yield Launch("decode", decode_kernel, decode, default)
+    yield Launch("decode", decode_kernel, decode, default, may_be_roomy=False)
 
 
 def compile_launch(launch: Launch, dtype: torch.dtype, target: str) -> Resources:
-    """Compiles one launch for a target and reads off what it takes."""
+    """Compiles one launch for a target and reads off what it takes; as in `tuning`, again where it spills."""
     signature, attributes = {}, {}
     for i, name in enumerate(launch.kernel.arg_names):
         if name in launch.constants:
@@ -114,9 +116,14 @@ def compile_launch(launch: Launch, dtype: torch.dtype, target: str) -> Resources
             signature[name] = "*" + kind
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, launch.constants, attributes)
-    compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
-    read = _read_amd if target.startswith("gfx") else _read_nvidia
-    return Resources(*read(compiled), compiled.metadata.shared)
+    is_hip = target.startswith("gfx")
+
+    def compiled(**options: int) -> Resources:
+        result = triton.compile(source, target=TARGETS[target], options=launch.options | options)
+        return Resources(*(_read_amd if is_hip else _read_nvidia)(result), result.metadata.shared)
+
+    used = compiled()
+    return compiled(maxnreg=MAX_REGISTERS) if used.spilled and launch.may_be_roomy and not is_hip else used
 
 
 def _read_nvidia(compiled: Any) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""Which tiles a kernel runs with: the fastest of its plan's candidates, measured at the first large call."""
+"""Which tiles a kernel runs with: the fastest of its plan's candidates, measured at the first large call.
+
+A kernel whose compiler spilled, so that more blocks run at a time, is compiled again with more registers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,23 @@ from .plan import Tiles
 SMALL = 1 << 15
 
 _fastest: dict[Hashable, Tiles] = {}
+_spilled: set[Hashable] = set()
 _place: int | None = None
+
+
+def launch_fastest(
+    launch: Callable[[Tiles], Any], candidates: tuple[Tiles, ...], *, key: Hashable, work: int, is_hip: bool
+) -> None:
+    """Calls `launch` with the fastest candidate, again with more registers when its kernel proves to spill.
+
+    `launch` returns the compiled kernel, None in the interpreter, and gives the same results each time.
+    """
+    tiles = fastest(launch, candidates, key=key, work=work)
+    if (key, tiles) not in _spilled:
+        if not getattr(launch(tiles), "n_spills", 0) or is_hip:
+            return
+        _spilled.add((key, tiles))
+    launch(tiles.roomy)
 
 
 @contextmanager
