@@ -1,10 +1,13 @@
 """How images get from the data set into a batch and into the loss."""
 
+import dataclasses
 import random
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features
 from image_runs import ALL_ON, configure
 from PIL import Image
 
@@ -187,3 +190,34 @@ def test_recipes(tmp_path):
         assert (config.augment.repeats, config.ema) == (3, EmaSection(decay=0.9999))
         assert config.augment.mixes
         make_augmentation(config.augment, 224, 3, make_processor(224, 3, None))
+
+
+def test_a_data_set_as_the_hub_keeps_it(tmp_path, monkeypatch):
+    """Parquet shards and a card with configurations, read by `datasets` as a repository is."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    features = Features({"picture": datasets.Image(), "fine": ClassLabel(names=["cat", "dog"])})
+    for split, count in (("train", 4), ("validation", 2)):
+        pictures = [Image.fromarray(np.full((6, 5, 3), 40 * n, np.uint8)) for n in range(count)]
+        rows = {"picture": pictures, "fine": [n % 2 for n in range(count)]}
+        shard = tmp_path / "repository" / "small" / f"{split}-00000-of-00001.parquet"
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_dict(rows, features=features).to_parquet(shard)
+    card = "---\nconfigs:\n- config_name: small\n  data_files:\n"
+    card += "".join(f"  - {{split: {s}, path: small/{s}-*}}\n" for s in ("train", "validation")) + "---\n"
+    (tmp_path / "repository" / "README.md").write_text(card)
+    section = ImageDataSection(
+        source=str(tmp_path / "repository"),
+        config="small",
+        eval_split="validation",
+        image_column="picture",
+        label_column="fine",
+    )
+    images = load_images(section)
+    assert images.classes == ["cat", "dog"]
+    assert (len(images.train), len(images.heldout)) == (4, 2)
+    assert images.train[3]["image"].getpixel((0, 0)) == (120, 120, 120)
+    assert images.train["label"][:] == [0, 1, 0, 1]
+    with pytest.raises(ConfigError, match=r"data\.image_column must be a column of type Image, got 'image'"):
+        load_images(dataclasses.replace(section, image_column="image"))
+    with pytest.raises(ConfigError, match="test"):
+        load_images(dataclasses.replace(section, eval_split="test"))
