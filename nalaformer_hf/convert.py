@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from .files import whole_file
 from .modeling import NaLaForImageClassification, NaLaVisionConfig
 from .modeling.config_base_nala import NaLaBaseConfig
 from .modeling.vision_rotary_nala import NaLaVisionRotary
@@ -168,10 +169,11 @@ def export_file(folder: str | Path, destination: str | Path) -> int:
         raise ValueError(f"folder must hold a model of type 'nala_vision', got {config.model_type!r}.")
     model = NaLaForImageClassification.from_pretrained(folder)
     state_dict = to_published(model)
-    if destination.suffix == ".pth":
-        torch.save({"model": state_dict}, destination)
-    else:
-        save_file(state_dict, destination)
+    with whole_file(destination) as partial:
+        if destination.suffix == ".pth":
+            torch.save({"model": state_dict}, partial)
+        else:
+            save_file(state_dict, partial)
     return model.num_parameters()
 
 
@@ -264,6 +266,14 @@ def _check_sizes(config: Any, sizes: dict[str, Any]) -> None:
         raise ValueError(f"config: the checkpoint is of another variant: {'; '.join(wrong)}.")
 
 
+def _is_rounded(found: Tensor, wanted: Tensor) -> bool:
+    """Whether both are the same but for their making and a cast of the whole checkpoint."""
+    if not found.is_floating_point():
+        return False
+    rtol = max(1e-5, 2 * torch.finfo(found.dtype).eps)
+    return torch.allclose(found.double(), wanted.to(found.dtype).double(), rtol=rtol, atol=0)
+
+
 def _check_tensors(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Checks names, shapes, and the angles, which a model makes anew."""
     shared = [key for key in own if key in state_dict]
@@ -276,7 +286,7 @@ def _check_tensors(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) 
             f"{key} {tuple(state_dict[key].shape)} (wanted {tuple(own[key].shape)})" for key in wrong
         ],
         "not 10000^-linspace(0, 1, D/4), each twice": [
-            key for key in turned if not torch.allclose(state_dict[key].float(), own[key], rtol=1e-5, atol=0)
+            key for key in turned if not _is_rounded(state_dict[key], own[key])
         ],
     }
     found = [f"{problem}: {', '.join(keys)}" for problem, keys in problems.items() if keys]

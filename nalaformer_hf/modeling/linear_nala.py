@@ -10,7 +10,9 @@ from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
+import torch.nn.modules.module as registry
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 # Tokens whose part of a weight's gradient is computed together.
 ROWS = 2048
@@ -26,7 +28,7 @@ class NaLaLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
-        if _onednn_takes(x, self.weight):
+        if _onednn_takes(x, self.weight, self.bias):
             return _product(x, self.weight, self.bias)
         return super().forward(x)
 
@@ -41,7 +43,7 @@ def gated_linear(linear: nn.Module, gate: Tensor, x: Tensor) -> Tensor:
 
 def linear_gelu(linear: nn.Module, x: Tensor) -> Tensor:
     """`gelu(linear(x))`, (..., I) to (..., O), in one pass where nothing is kept for a backward."""
-    if not torch.is_grad_enabled() and _is_plain(linear) and _onednn_takes(x, linear.weight):
+    if not torch.is_grad_enabled() and _is_plain(linear) and _onednn_takes(x, linear.weight, linear.bias):
         return torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "gelu", [], "none")
     return F.gelu(linear(x))
 
@@ -53,7 +55,7 @@ def _is_plain(linear: nn.Module) -> TypeGuard[NaLaLinear]:
 
 def is_hooked(*modules: nn.Module | None) -> bool:
     """Whether somebody else has a say in calls of these modules or of those within: hooks, offloading."""
-    return any(
+    return _has_global_hooks() or any(
         "forward" in vars(module)
         or module._forward_hooks
         or module._forward_pre_hooks
@@ -65,18 +67,39 @@ def is_hooked(*modules: nn.Module | None) -> bool:
     )
 
 
+def _has_global_hooks() -> bool:
+    return bool(
+        registry._global_forward_hooks
+        or registry._global_forward_pre_hooks
+        or registry._global_backward_hooks
+        or registry._global_backward_pre_hooks
+    )
+
+
 def is_traced() -> bool:
     """Whether the caller is being compiled or exported: then plain operations serve better."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether both are plain fp32 tensors on a CPU, and nothing else has a say."""
+def _is_transformed() -> bool:
+    """Whether forward-mode derivatives or a transform of `torch.func` want the operations themselves."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return forward_ad._current_level >= 0 or functorch.peek_interpreter_stack() is not None
+
+
+def _onednn_takes(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether all are plain fp32 tensors on a CPU, and nothing else has a say.
+
+    oneDNN reads a bias as if it was contiguous.
+    """
     return (
         not is_traced()
+        and not _is_transformed()
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
+        and x.layout == torch.strided
         and type(weight) in (Tensor, nn.Parameter)
+        and (bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()))
         and x.numel() > 0
         and x.ndim > 0
         and x.shape[-1] == weight.shape[1]  # a misfit gets nn.Linear's own error

@@ -87,10 +87,11 @@ class NaLaVisionRotary(nn.Module):
         key = (height, width, like.device, upcast(like[:0]).dtype)
         if is_traced():
             return self._tables(*key)
-        if self._kept is None or self._kept[0] != key:
+        kept = self._kept  # other threads may replace it
+        if kept is None or kept[0] != key:
             with torch.inference_mode(False):  # a later training step may use them
-                self._kept = key, self._tables(*key)
-        return self._kept[1]
+                kept = self._kept = key, self._tables(*key)
+        return kept[1]
 
     def _tables(self, height: int, width: int, device: torch.device, dtype: torch.dtype) -> AxialTables:
         angles = torch.tensor(self.angles, device=device, dtype=dtype)

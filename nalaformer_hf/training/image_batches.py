@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL.Image import Image
+from PIL.Image import fromarray as from_array
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.transforms_factory import create_transform
 from torch import Tensor
@@ -88,6 +89,21 @@ def check_channels(num_channels: int) -> None:
         raise ConfigError(f"num_channels of the model must be 1 or 3 for PIL images, got {num_channels}")
 
 
+def to_mode(image: Image, mode: str) -> Image:
+    """The image with 8 bits a channel; PIL alone makes 16 bits of grey white.
+
+    Raises:
+        ConfigError: Its numbers have no known range.
+    """
+    if image.mode.startswith("I;16"):
+        image = from_array((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ConfigError(
+            f"data.source: images must have 8 or 16 bits a channel, got one of PIL's mode {image.mode}"
+        )
+    return image.convert(mode)
+
+
 class PreparedImages(TorchDataset):
     """Images as the checkpoint's processor prepares them.
 
@@ -105,7 +121,7 @@ class PreparedImages(TorchDataset):
 
     def __getitem__(self, index: int) -> Example:
         row = self.images[index]
-        prepared = self.processor(images=row["image"].convert(self.mode), return_tensors="pt")
+        prepared = self.processor(images=to_mode(row["image"], self.mode), return_tensors="pt")
         return {"pixel_values": prepared["pixel_values"][0], "labels": row["label"]}
 
 
@@ -135,7 +151,7 @@ class AugmentedImages(TorchDataset):
         index, number = draw
         row = self.images[index]
         with _seeded(self.seed, number):
-            pixel_values = self.augmentation(row["image"].convert(self.mode))
+            pixel_values = self.augmentation(to_mode(row["image"], self.mode))
         return {"pixel_values": pixel_values, "labels": row["label"]}
 
 

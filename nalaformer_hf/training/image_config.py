@@ -57,7 +57,7 @@ class ImageDataSection:
             raise ConfigError(f"data.heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}")
         if self.crop_fraction is not None and not 0 < self.crop_fraction <= 1:
             raise ConfigError(f"data.crop_fraction must be above 0 and at most 1, got {self.crop_fraction}")
-        require_at_least("data", self, "image_size", 1)
+        require_at_least("data", self, "image_size", 4)
         require_at_least("data", self, "images_per_step", 1)
 
 
@@ -97,6 +97,8 @@ class AugmentSection:
             bounds = getattr(self, name)
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                 raise ConfigError(f"augment.{name} must be two positive numbers in order, got {bounds}")
+        if self.scale[1] > 1:
+            raise ConfigError(f"augment.scale must be shares of the image, at most 1, got {self.scale}")
         for name in ("horizontal_flip", "random_erasing", "mix_probability", "cutmix_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"augment.{name} must be from 0 to 1, got {getattr(self, name)}")
@@ -150,6 +152,12 @@ class ImageTrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_false(_MUST_BE_FALSE)
+        smoothing = self.train.get("label_smoothing_factor", 0.0)
+        if not 0 <= smoothing <= 1:
+            raise ConfigError(f"train.label_smoothing_factor must be from 0 to 1, got {smoothing}")
+        for name in ("seed", "data_seed"):
+            if (self.train.get(name) or 0) < 0:
+                raise ConfigError(f"train.{name} must be at least 0, got {self.train[name]}")
         size = self.train.get("per_device_train_batch_size", 8)
         if self.augment.mixes and size % 2:
             raise ConfigError(

@@ -80,9 +80,23 @@ def load_split(
             )
     if not len(loaded):
         raise ConfigError(f"data.source: there are no images in the split {split!r} of {source}")
+    _check_rows(loaded, image_column, label_column)
     names = {image_column: "image", label_column: "label"}
     loaded = loaded.select_columns(list(names))
     return loaded.rename_columns({old: new for old, new in names.items() if old != new})
+
+
+def _check_rows(loaded: Dataset, image_column: str, label_column: str) -> None:
+    """Every row has an image and a class; data sets whose labels are secret have -1."""
+    if missing := loaded.data.column(image_column).null_count:
+        raise ConfigError(f"data.image_column {image_column!r}: {missing} rows have no image")
+    labels, num_classes = loaded.data.column(label_column), loaded.features[label_column].num_classes
+    known = labels.drop_null().to_numpy()
+    if missing := len(labels) - int(((known >= 0) & (known < num_classes)).sum()):
+        raise ConfigError(
+            f"data.label_column {label_column!r}: {missing} of {len(labels)} images have no class from 0 to "
+            f"{num_classes - 1}; take a split whose labels are public"
+        )
 
 
 def class_names(images: Dataset) -> list[str]:

@@ -176,6 +176,44 @@ def test_gelu_of_a_linear_map_is_that_of_float64(bias):
             torch.testing.assert_close(linear_gelu(layer, x).double(), exact, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("spoil", ["stride", "expand", "dtype"])
+def test_a_bias_of_any_memory_is_read_right(spoil):
+    layer, x = make((5, 24), True)
+    biases = {"stride": torch.randn(80)[::2], "expand": torch.full((1,), 3.0).expand(40)}
+    layer.bias = nn.Parameter(biases.get(spoil, torch.randn(40)), requires_grad=False)
+    if spoil == "dtype":
+        layer.bias.data = layer.bias.data.double()
+        with pytest.raises(RuntimeError, match="dtype"):  # nn.Linear's own
+            layer(x)
+        return
+    expected = F.linear(x, layer.weight, layer.bias)
+    for function in (layer, lambda x: linear_gelu(layer, x)):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                wanted = expected if function is layer else F.gelu(expected)
+                torch.testing.assert_close(function(x), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_forward_mode_and_transforms_get_the_operations():
+    layer, x = make((5, 24), True)
+    with torch.no_grad():
+        _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        torch.testing.assert_close(tangent, layer.weight.sum(1).expand(5, -1))
+        torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_global_hooks_see_every_call():
+    layer, x = make((5, 24), True)
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        with torch.no_grad():
+            linear_gelu(layer, x)
+    finally:
+        handle.remove()
+    assert seen == [layer]
+
+
 def test_gelu_of_a_hooked_linear_map_calls_it():
     layer, x = make((2, 5, 24), True)
     layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))

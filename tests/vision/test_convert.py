@@ -89,6 +89,13 @@ def test_other_names_and_shapes_are_listed(state):
     assert "linspace(0, 1, D/4), each twice: layers.3.RoPE.angle." in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_checkpoint_that_was_cast_is_taken(state, dtype):
+    cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+    weight = from_published(cast).head.weight
+    assert torch.equal(weight.flatten(), cast["head.weight"].float().flatten())
+
+
 def test_another_variant_is_refused(state):
     with pytest.raises(ValueError, match=r"another variant: hidden_sizes \[32, 64, 128, 384\], tensors \[16"):
         from_published(state, NaLaVisionConfig())

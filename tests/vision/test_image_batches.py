@@ -17,6 +17,7 @@ from nalaformer_hf.training.image_batches import (
     DrawSampler,
     make_augmentation,
     make_processor,
+    to_mode,
 )
 from nalaformer_hf.training.image_config import (
     AugmentSection,
@@ -155,6 +156,9 @@ def test_digits_are_split_alike_and_apart():
     ("override", "message"),
     [
         ("augment.mixupp=1", r"unknown key augment\.mixupp; .*augment\.mixup"),
+        ("augment.scale=[0.5,3.0]", r"augment\.scale must be shares of the image, at most 1, got"),
+        ("train.label_smoothing_factor=2", r"train\.label_smoothing_factor must be from 0 to 1, got 2"),
+        ("train.data_seed=-1", r"train\.data_seed must be at least 0, got -1"),
         ("augment.scale=[0.5]", r"augment\.scale must be two positive numbers in order, got \[0\.5\]"),
         ("augment.horizontal_flip=2.0", r"augment\.horizontal_flip must be from 0 to 1, got 2\.0"),
         ("augment.mixup=-1.0", r"augment\.mixup must be at least 0"),
@@ -221,3 +225,33 @@ def test_a_data_set_as_the_hub_keeps_it(tmp_path, monkeypatch):
         load_images(dataclasses.replace(section, image_column="image"))
     with pytest.raises(ConfigError, match="test"):
         load_images(dataclasses.replace(section, eval_split="test"))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("label", [0, -1, 1], "1 of 3 images have no class from 0 to 1"),
+        ("label", [None, None, 1], "2 of 3 images have no class"),
+        ("image", [None, 0, 0], "1 rows have no image"),
+    ],
+)
+def test_rows_without_image_or_class_are_refused(tmp_path, monkeypatch, column, values, message):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    picture = Image.fromarray(np.zeros((6, 5, 3), np.uint8))
+    rows = {"image": [picture] * 3, "label": [0, 1, 1]}
+    rows[column] = values if column == "label" else [None if v is None else picture for v in values]
+    features = Features({"image": datasets.Image(), "label": ClassLabel(names=["cat", "dog"])})
+    (tmp_path / "data").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(ConfigError, match=message):
+        load_images(ImageDataSection(source=str(tmp_path / "data")))
+
+
+def test_grey_of_16_bits_keeps_its_shades():
+    shades = np.array([[0, 32768, 65535]], dtype=np.uint16)
+    for mode in ("L", "RGB"):
+        image = to_mode(Image.fromarray(shades), mode)
+        assert image.mode == mode
+        assert np.asarray(image).reshape(3, -1)[:, 0].tolist() == [0, 128, 255]
+    with pytest.raises(ConfigError, match="8 or 16 bits a channel, got one of PIL's mode F"):
+        to_mode(Image.fromarray(shades.astype(np.float32)), "L")
