@@ -35,9 +35,10 @@ class NaLaLinear(nn.Linear):
 
 def gated_linear(linear: nn.Module, gate: Tensor, x: Tensor) -> Tensor:
     """`linear(silu(gate) · x)` of two (..., I), which are all that oneDNN's path keeps for the backward."""
-    plain = _is_plain(linear) and linear.bias is None and _onednn_takes(x, linear.weight)
-    if plain and torch.is_grad_enabled():
-        return _GatedProduct.apply(gate, x, linear.weight)
+    if torch.is_grad_enabled() and _is_plain(linear) and linear.bias is None:
+        weight = linear.weight
+        if _onednn_takes(x, weight):
+            return _GatedProduct.apply(gate, x, weight)
     return linear(F.silu(gate) * x)
 
 
