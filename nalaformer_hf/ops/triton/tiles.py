@@ -120,9 +120,24 @@ def store_state(
 
 
 @triton.jit
+def _tf32(x):
+    """x rounded to nearest in tf32, which keeps ten bits behind the point."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a @ b with operands in DTYPE and sums in fp32."""
+    """acc + a @ b with operands in DTYPE and sums in fp32.
+
+    "tf32x3" is Triton's precision of that name, but split while the elements are spread over all threads:
+    each warp holds whole rows of an operand, and there is no room for both parts of them.
+    """
     a, b = rounded(a, DTYPE), rounded(b, DTYPE)
     if INTERPRETED:  # the interpreter's own products in half precision are garbage
         a, b = a.to(tl.float32), b.to(tl.float32)
+    if PRECISION == "tf32x3":
+        large_a, large_b = _tf32(a), _tf32(b)
+        acc = tl.dot(_tf32(a - large_a), large_b, acc, input_precision="tf32")
+        acc = tl.dot(large_a, _tf32(b - large_b), acc, input_precision="tf32")
+        return tl.dot(large_a, large_b, acc, input_precision="tf32")
     return tl.dot(a, b, acc, input_precision=PRECISION)
