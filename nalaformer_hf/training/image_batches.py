@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
+from datasets import Image as ImageColumn
 from PIL.Image import Image
 from PIL.Image import fromarray as from_array
 from timm.data.distributed_sampler import RepeatAugSampler
@@ -98,10 +99,28 @@ def to_mode(image: Image, mode: str) -> Image:
     if image.mode.startswith("I;16"):
         image = from_array((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ConfigError(
-            f"data.source: images must have 8 or 16 bits a channel, got one of PIL's mode {image.mode}"
-        )
+        raise ConfigError(f"its pixels must have 8 or 16 bits a channel, got PIL's mode {image.mode}")
     return image.convert(mode)
+
+
+def read_row(images: Dataset, index: int, mode: str) -> tuple[Image, int]:
+    """Read an image, in the mode, and its class.
+
+    Args:
+        images: Rows with `image` and `label`.
+        index: The row.
+        mode: PIL's mode, "L" or "RGB".
+
+    Raises:
+        ConfigError: The image cannot be read; the error names it.
+    """
+    try:
+        row = images[index]
+        return to_mode(row["image"], mode), row["label"]
+    except (ConfigError, OSError, SyntaxError) as error:  # PIL raises the last for some broken files
+        path = images.cast_column("image", ImageColumn(decode=False))[index]["image"]["path"]
+        name = f"row {index}" if path is None else path
+        raise ConfigError(f"data.source: {name} cannot be read: {error}") from error
 
 
 class PreparedImages(TorchDataset):
@@ -120,9 +139,9 @@ class PreparedImages(TorchDataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Example:
-        row = self.images[index]
-        prepared = self.processor(images=to_mode(row["image"], self.mode), return_tensors="pt")
-        return {"pixel_values": prepared["pixel_values"][0], "labels": row["label"]}
+        image, label = read_row(self.images, index, self.mode)
+        prepared = self.processor(images=image, return_tensors="pt")
+        return {"pixel_values": prepared["pixel_values"][0], "labels": label}
 
 
 class AugmentedImages(TorchDataset):
@@ -149,10 +168,10 @@ class AugmentedImages(TorchDataset):
 
     def __getitem__(self, draw: Draw) -> Example:
         index, number = draw
-        row = self.images[index]
+        image, label = read_row(self.images, index, self.mode)
         with _seeded(self.seed, number):
-            pixel_values = self.augmentation(to_mode(row["image"], self.mode))
-        return {"pixel_values": pixel_values, "labels": row["label"]}
+            pixel_values = self.augmentation(image)
+        return {"pixel_values": pixel_values, "labels": label}
 
 
 class DrawSampler(Sampler[Draw]):

@@ -17,6 +17,7 @@ from nalaformer_hf.training.image_batches import (
     DrawSampler,
     make_augmentation,
     make_processor,
+    read_row,
     to_mode,
 )
 from nalaformer_hf.training.image_config import (
@@ -25,7 +26,7 @@ from nalaformer_hf.training.image_config import (
     ImageDataSection,
     load_image_config,
 )
-from nalaformer_hf.training.image_data import load_images
+from nalaformer_hf.training.image_data import load_images, load_split
 from nalaformer_hf.training.image_models import make_image_model
 from nalaformer_hf.training.image_trainer import ImageTrainer, accuracies, score
 from nalaformer_hf.training.settings import recipe_names
@@ -253,5 +254,19 @@ def test_grey_of_16_bits_keeps_its_shades():
         image = to_mode(Image.fromarray(shades), mode)
         assert image.mode == mode
         assert np.asarray(image).reshape(3, -1)[:, 0].tolist() == [0, 128, 255]
-    with pytest.raises(ConfigError, match="8 or 16 bits a channel, got one of PIL's mode F"):
+    with pytest.raises(ConfigError, match="8 or 16 bits a channel, got PIL's mode F"):
         to_mode(Image.fromarray(shades.astype(np.float32)), "L")
+
+
+@pytest.mark.parametrize("broken", [b"no image", None])
+def test_a_broken_image_is_named(tmp_path, broken):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(
+            tmp_path / name / "1.png"
+        )
+    path = tmp_path / "b" / "1.png"
+    path.write_bytes(path.read_bytes()[:1500] if broken is None else broken)
+    images = load_split(str(tmp_path), "train")
+    with pytest.raises(ConfigError, match=f"{path} cannot be read: .*(truncated|identify)"):
+        read_row(images, 1, "RGB")
