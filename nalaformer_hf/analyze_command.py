@@ -94,6 +94,7 @@ def _analyze_norm(arguments: argparse.Namespace) -> int:
 
 
 def _analyze_weights(arguments: argparse.Namespace) -> int:
+    need("train")
     from nalaformer_hf.eval import attention_weights, norm_analysis
 
     claims = {"limit": attention_weights.polarity_limit, "rotary": attention_weights.rotary_weights}
@@ -137,6 +138,7 @@ def _analyze_memory(arguments: argparse.Namespace) -> int:
     need("train")
     from nalaformer_hf.eval import layer_memory, norm_analysis
 
+    arguments.output.mkdir(parents=True, exist_ok=True)  # before the work, as it may fail
     rows = layer_memory.measure_memory(repeats=arguments.repeats)
     norm_analysis.write_csv(rows, arguments.output / "memory.csv")
     layer_memory.draw(rows, arguments.output / "memory.png")

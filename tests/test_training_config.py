@@ -30,6 +30,12 @@ def test_file_and_overrides(tmp_path):
     assert load_config(config.to_dict()) == config
 
 
+def test_a_strategy_of_no_needs_no_quotes(tmp_path):
+    overrides = ["model.preset=tiny", f"train.output_dir={tmp_path}", "train.eval_strategy=no"]
+    config = load_config({"data": {"files": ["text"]}, "train": {"eval_strategy": "steps"}}, overrides)
+    assert config.training_arguments().eval_strategy == "no"
+
+
 def test_every_training_argument_is_reachable(tmp_path):
     config = load_config(
         MINIMAL, [f"train.output_dir={tmp_path}", "train.optim=adafactor", "train.use_cpu=true"]

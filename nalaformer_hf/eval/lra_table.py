@@ -83,11 +83,14 @@ def read_run(folder: Path) -> LRARun:
         result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{folder} must hold a finished run: it has no {RESULT_FILE}") from error
-    if result.get("task") not in LRA_TASKS:
+    except ValueError as error:
+        raise ConfigError(f"{folder / RESULT_FILE} is no JSON: {error}") from error
+    if not isinstance(result, dict) or result.get("task") not in LRA_TASKS:
         raise ConfigError(f"{folder} must hold a run of train lra, got one of another kind")
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE))
     for name in ("seed", "output_dir"):
         settings["train"].pop(name, None)
+    settings["data"].setdefault("max_depth", None)  # runs from before it was an option have none
     return LRARun(folder, result, settings)
 
 

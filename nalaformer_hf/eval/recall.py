@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from nalaformer_hf import NaLaConfig
 from nalaformer_hf.eval.recall_tasks import IGNORED, RECALL_TASKS
-from nalaformer_hf.eval.small_runs import add_run, read_runs, spread, train
+from nalaformer_hf.eval.small_runs import add_run, distinct_seeds, read_runs, spread, train
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.models import count_parameters, match_size
 from nalaformer_hf.training.settings import check_known
@@ -113,18 +113,17 @@ def run_recall(
         ConfigError: There is no such task or model, a seed is out of range, or the folder has runs with
             other settings.
     """
-    if not all(0 <= seed < 2**32 for seed in seeds):
-        raise ConfigError(f"seeds must be between 0 and 2**32 - 1, got {list(seeds)}")
+    seeds = distinct_seeds(seeds)
     check_known("task ", tasks, RECALL_TASKS)
     check_known("model ", models, MODELS)
     settings = {task: settings_of(task, **(overrides or {})) for task in RECALL_TASKS}
     wanted = {task: json.loads(json.dumps(asdict(settings[task]))) for task in RECALL_TASKS}
-    done = read_runs(output_dir, lambda run: wanted[run["task"]])
+    done = read_runs(output_dir, lambda run: wanted.get(run.get("task", "")))
     output_dir.mkdir(parents=True, exist_ok=True)
     keys = {(run["task"], run["model"], run["seed"]) for run in done}
     for seed in seeds:
-        for task in tasks:
-            for model in models:
+        for task in dict.fromkeys(tasks):
+            for model in dict.fromkeys(models):
                 if (task, model, seed) not in keys:
                     run = _run(task, model, seed, settings[task], output_dir)
                     done.append(run | {"settings": wanted[task]})

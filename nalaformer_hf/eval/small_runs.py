@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from nalaformer_hf.files import write_whole
 from nalaformer_hf.training.errors import ConfigError
 
 RESULTS_FILE = "results.jsonl"
@@ -56,28 +57,56 @@ def train(
     Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
-def read_runs(folder: Path, settings_of: Callable[[Run], dict[str, Any]]) -> list[Run]:
+def distinct_seeds(seeds: Sequence[int]) -> list[int]:
+    """Return the seeds, each once.
+
+    Raises:
+        ConfigError: One is out of the range that all generators take.
+    """
+    if not all(0 <= seed < 2**32 for seed in seeds):
+        raise ConfigError(f"seeds must be between 0 and 2**32 - 1, got {list(seeds)}")
+    return list(dict.fromkeys(seeds))
+
+
+def read_runs(folder: Path, settings_of: Callable[[Run], dict[str, Any] | None]) -> list[Run]:
     """Read the finished runs of a folder; none if it has none.
+
+    A last line that is not whole, as a full disk leaves it, is no finished run.
 
     Args:
         folder: The folder.
-        settings_of: Gives the settings that a run must have.
+        settings_of: Gives the settings that a run must have; None for a run of another kind.
 
     Raises:
-        ConfigError: One has other settings.
+        ConfigError: One has other settings, or a line before the last is not whole.
     """
     path = folder / RESULTS_FILE
-    runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = _read_whole_lines(path)
     for run in runs:
-        if run["settings"] != (wanted := settings_of(run)):
+        if (wanted := settings_of(run)) is None:
+            raise ConfigError(f"{path} has runs of another kind: {run}")
+        if run["settings"] != wanted:
             raise ConfigError(f"{path} has runs with other settings than {wanted}: {run['settings']}")
     return runs
 
 
 def add_run(folder: Path, run: Run) -> None:
     """Add a finished run, with its `settings`, to those of a folder."""
-    with (folder / RESULTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(run) + "\n")
+    path = folder / RESULTS_FILE
+    lines = [json.dumps(line) for line in (*_read_whole_lines(path), run)]
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def _read_whole_lines(path: Path) -> list[Run]:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    runs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            runs.append(json.loads(line))
+        except ValueError as error:  # not JSON, or not UTF-8
+            if number < len(lines):
+                raise ConfigError(f"{path}: line {number} is not a run: {error}") from error
+    return runs
 
 
 def spread(values: Sequence[float], form: str = ".1f") -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from nalaformer_hf import NaLaConfig
-from nalaformer_hf.eval.small_runs import Run, add_run, read_runs, spread, train
+from nalaformer_hf.eval.small_runs import Run, add_run, distinct_seeds, read_runs, spread, train
 from nalaformer_hf.training.config import DataSection
 from nalaformer_hf.training.corpus import load_corpus
 from nalaformer_hf.training.errors import ConfigError
@@ -121,9 +121,9 @@ def run_sweep(
         The runs of these points and seeds: the constants, the seed and the held-out `bits_per_byte`.
 
     Raises:
-        ConfigError: The model refuses a point, or the folder has runs with other settings.
+        ConfigError: A seed is out of range, or the folder has runs with other settings or of another kind.
     """
-    settings = settings or SweepSettings()
+    settings, seeds = settings or SweepSettings(), distinct_seeds(seeds)
     configs = {point: _config(point, settings) for point in points if not point.is_excluded}
     runs = {(_point(run), run["seed"]): run for run in read_runs(output_dir, lambda _: asdict(settings))}
     wanted = [(point, seed) for seed in seeds for point in configs]

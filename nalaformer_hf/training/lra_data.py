@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, Image, Value, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 from nalaformer_hf.training import listops, lra_items, pathfinder
 from nalaformer_hf.training.errors import ConfigError
@@ -175,8 +176,8 @@ def _load(source: str) -> DatasetDict:
                 quoting=csv.QUOTE_NONE,
                 keep_default_na=False,
             )
-    except ValueError as error:
-        raise ConfigError(f"data.source {source}: {error}") from error
+    except (ValueError, DatasetGenerationError) as error:
+        raise ConfigError(f"data.source {source}: {error.__cause__ or error}") from error
     assert isinstance(loaded, DatasetDict)
     return loaded
 
@@ -193,7 +194,21 @@ def _select_columns(data: LRADataSection, rows: Dataset) -> Dataset:
             f"data.source: the items of {data.task} must have the columns {', '.join(wanted)}, but"
             f" {', '.join(missing)} is not among {', '.join(rows.features)}"
         )
+    is_sequence = _is_image if data.task == "image" else _is_text
+    for name in wanted:
+        if name != "label" and not is_sequence(kind := rows.features[name]):
+            raise ConfigError(f"data.source: the column {name} must hold {data.task} items, got {kind}")
+        if missing := rows.data.column(name).null_count:
+            raise ConfigError(f"data.source: {missing} rows have nothing in the column {name}")
     return rows.select_columns(list(wanted))
+
+
+def _is_image(kind: object) -> bool:
+    return isinstance(kind, Image)
+
+
+def _is_text(kind: object) -> bool:
+    return isinstance(kind, Value) and kind.dtype in ("string", "large_string")
 
 
 def _take(data: LRADataSection, name: str, rows: Dataset) -> Dataset:

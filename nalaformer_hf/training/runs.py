@@ -118,7 +118,7 @@ def _open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Seq
 def _check_same_run(before: Any, now: dict[str, Any], kept: Sequence[str]) -> None:
     for section in kept:
         changed = [
-            f"{section}.{name}" for name, value in now[section].items() if before[section][name] != value
+            f"{section}.{name}" for name, value in now[section].items() if before[section].get(name) != value
         ]
         if changed:
             words = f"{', '.join(kept[:-1])} and {kept[-1]}"

@@ -46,6 +46,10 @@ TRAIN_DEFAULTS: dict[str, Any] = {
 }
 
 
+# Their choice "no" is false to a reader of YAML.
+_STRATEGIES = ("eval_strategy", "logging_strategy", "save_strategy")
+
+
 @dataclasses.dataclass(kw_only=True)
 class RunConfig:
     """What the configurations of all runs share.
@@ -135,6 +139,7 @@ def read_run_config(
     from transformers import TrainingArguments
 
     values = read_sections(kind, source, overrides, [*sections, "train"])
+    values["train"] |= {name: "no" for name in _STRATEGIES if values["train"].get(name) is False}
     parsed: dict[str, Any] = {name: cls(**checked(name, cls, values[name])) for name, cls in sections.items()}
     train = TRAIN_DEFAULTS | checked("train", TrainingArguments, values["train"])
     return config_class(**parsed, train=train)

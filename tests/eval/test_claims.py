@@ -9,6 +9,7 @@ from eval_models import make_tokenizer, tiny_model
 from transformers import AutoImageProcessor
 
 from nalaformer_hf import NaLaForImageClassification, NaLaVisionConfig, cli
+from nalaformer_hf.console import EXTRAS
 from nalaformer_hf.eval.attention_weights import (
     GAINS,
     nala_weights,
@@ -219,6 +220,9 @@ def test_weight_commands_print_tables(claim, capsys, monkeypatch):
     monkeypatch.setattr("nalaformer_hf.eval.attention_weights.HEAD_DIMS", (8,))
     assert cli.main(["analyze", claim]) == 0
     assert capsys.readouterr().out.startswith("| head_dim |")
+    monkeypatch.setitem(EXTRAS, "train", ("no_such_module",))
+    assert cli.main(["analyze", claim]) == 1
+    assert "pip install 'nalaformer-hf[train]'" in capsys.readouterr().err
 
 
 def test_short_texts_and_other_models_are_refused(checkpoint, tmp_path, capsys):

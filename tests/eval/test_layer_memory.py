@@ -91,6 +91,13 @@ def test_the_command_writes_table_csv_and_picture(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_output_that_is_no_folder_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(layer_memory, "measure_memory", lambda **_: pytest.fail("it measured"))
+    assert cli.main(["analyze", "memory", "--output", str(tmp_path / "file")]) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -95,6 +95,19 @@ def test_runs_are_kept_continued_and_tabulated(tmp_path):
         run_recall(tmp_path, seeds=[0], **(chosen | {"overrides": None}))
 
 
+def test_each_run_is_done_once_whatever_is_given_twice(tmp_path):
+    overrides = {"num_steps": 1, "batch_size": 2, "vocab_size": 32, "factors": (1,), "num_asked": 2}
+    chosen = {"tasks": ["copy", "copy"], "models": ["linear", "linear"], "overrides": overrides}
+    runs = run_recall(tmp_path, seeds=[0, 0], **chosen)
+    assert len(runs) == 1
+    results = tmp_path / "results.jsonl"
+    results.write_text(results.read_text() + '{"task": "co')
+    assert run_recall(tmp_path, seeds=[0], **chosen) == runs
+    results.write_text('{"power": 3.0, "seed": 0, "settings": {}}\n')
+    with pytest.raises(ConfigError, match="has runs of another kind"):
+        run_recall(tmp_path, seeds=[0], **chosen)
+
+
 def test_training_learns(tmp_path):
     """Induction over four letters is learnt in seconds, well above the quarter of guessing."""
     sizes = {"num_steps": 80, "batch_size": 32, "length": 12, "factors": (1,), "vocab_size": 7}

@@ -49,6 +49,31 @@ def test_runs_are_kept_and_continued(tmp_path, monkeypatch):
         run_sweep(tmp_path, points, seeds=[0], settings=SweepSettings())
 
 
+def test_a_half_written_last_line_costs_no_finished_run(tmp_path):
+    points = [PAPER, Point(4, 0.5, 20)]
+    runs = run_sweep(tmp_path, points, seeds=[0], settings=SETTINGS)
+    results = tmp_path / "results.jsonl"
+    whole = results.read_bytes()
+    results.write_bytes(whole[:-20])
+    again = run_sweep(tmp_path, points, seeds=[0], settings=SETTINGS)
+    assert [run["seed"] for run in again] == [0, 0]
+    assert again[0] == runs[0]
+    assert results.read_bytes().splitlines()[0] == whole.splitlines()[0]
+    assert [json.loads(line) for line in results.read_text().splitlines()] == again
+    results.write_bytes(whole[:-1])
+    assert run_sweep(tmp_path, [*points, Point(3, 1, 20)], seeds=[0], settings=SETTINGS)[:2] == runs
+    results.write_bytes(whole[20:])
+    with pytest.raises(ConfigError, match="line 1 is not a run"):
+        run_sweep(tmp_path, points, seeds=[0], settings=SETTINGS)
+
+
+def test_a_seed_given_twice_is_one(tmp_path):
+    assert len(run_sweep(tmp_path, [PAPER], seeds=[0, 0], settings=SETTINGS)) == 1
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
+    with pytest.raises(ConfigError, match="seeds must be between 0 and"):
+        run_sweep(tmp_path, [PAPER], seeds=[-1], settings=SETTINGS)
+
+
 def test_differences_are_taken_seed_by_seed():
     other = Point(4, 0.5, 20)
     scores = {(PAPER, 0): 3.0, (PAPER, 1): 2.0, (other, 0): 3.5, (other, 1): 2.5}

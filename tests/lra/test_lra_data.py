@@ -159,6 +159,33 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
         load_splits(LRADataSection(task="text", source=str(tmp_path / "nowhere")))
 
 
+@pytest.mark.parametrize(
+    ("last_line", "message"),
+    [
+        ('{"text": null, "label": 0}', "1 rows have nothing in the column text"),
+        ('{"text": "x", "label": null}', "1 rows have nothing in the column label"),
+        ('{"text": "x", "la', "data.source .*: "),
+    ],
+)
+def test_items_that_are_not_whole_are_refused(tmp_path, last_line, message):
+    source = write_texts(tmp_path / "texts")
+    with (tmp_path / "texts" / "test.jsonl").open("a") as file:
+        file.write(last_line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load_splits(LRADataSection(task="text", source=source))
+
+
+def test_items_of_another_type_are_refused(tmp_path):
+    folder = tmp_path / "items"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"text": 5, "image": "x", "label": 1}\n' * 4)
+    with pytest.raises(ConfigError, match="the column text must hold text items, got Value"):
+        load_splits(LRADataSection(task="text", source=str(folder)))
+    with pytest.raises(ConfigError, match="the column image must hold image items, got Value"):
+        load_splits(LRADataSection(task="image", source=str(folder)))
+
+
 def test_a_depth_too_small_for_the_length_is_refused(monkeypatch):
     monkeypatch.setattr("nalaformer_hf.training.listops.MAX_TRIALS", 100)
     words = "max_length and data.max_depth do not fit: .* depth of at most 3 hardly ever .* more than 500"

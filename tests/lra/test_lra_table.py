@@ -86,6 +86,21 @@ def test_runs_that_differ_in_more_than_their_seed_are_refused(write_run):
         to_markdown([read_run(first), read_run(again)])
 
 
+def test_runs_from_before_max_depth_belong_to_those_without_one(write_run):
+    folders = [write_run("text", "nala", seed, 0.6) for seed in range(2)]
+    config = OmegaConf.load(folders[0] / "config.yaml")
+    del config.data["max_depth"]
+    OmegaConf.save(config, folders[0] / "config.yaml")
+    assert "| **NaLa** |  | 60.00 ± 0.00 |" in to_markdown([read_run(folder) for folder in folders])
+
+
+@pytest.mark.parametrize(("text", "message"), [('{"task": "te', "is no JSON"), ("[]", "must hold a run of")])
+def test_broken_results_are_refused(tmp_path, text, message):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_run(tmp_path)
+
+
 def test_command_prints_the_table(write_run, tmp_path, capsys):
     assert cli.main(["eval", "lra"]) == 0
     assert "| Performer | 18.01 |" in capsys.readouterr().out

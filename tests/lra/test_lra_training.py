@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lra_runs import LISTOPS, TINY, configure
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from nalaformer_hf import NaLaForSequenceClassification, cli
@@ -70,6 +71,10 @@ def test_interrupted_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
         assert torch.equal(weight, expected[name]), name
     with pytest.raises(ConfigError, match=r"keeps its model and data, but data\.seed changed"):
         train_lra(configure(tmp_path / "run", "data.seed=1"), resume=True)
+    noted = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    del noted.data["max_depth"]  # as of a version that did not have it yet
+    OmegaConf.save(noted, tmp_path / "run" / "config.yaml")
+    assert train_lra(config, resume=True).finished
 
 
 @pytest.mark.parametrize("attention", ["nala", "elu", "softmax"])
