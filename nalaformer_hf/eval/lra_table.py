@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lra_tasks import LRA_TASKS, LRATask
-from nalaformer_hf.training.runs import CONFIG_FILE, RESULT_FILE
+from nalaformer_hf.training.runs import CONFIG_FILE, RESULT_FILE, changed_options
 
 NAMES = {"nala": "NaLa", "elu": "1 + ELU", "softmax": "softmax"}
 TITLES = [task.title for task in LRA_TASKS.values()]
@@ -58,7 +58,7 @@ class LRARun:
     @property
     def depth(self) -> int | None:
         """Bound of the depth, where it is not the published one."""
-        return self.settings["data"]["max_depth"]
+        return self.settings["data"].get("max_depth")
 
     @property
     def marks(self) -> str:
@@ -90,7 +90,6 @@ def read_run(folder: Path) -> LRARun:
     settings: Any = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE))
     for name in ("seed", "output_dir"):
         settings["train"].pop(name, None)
-    settings["data"].setdefault("max_depth", None)  # runs from before it was an option have none
     return LRARun(folder, result, settings)
 
 
@@ -129,8 +128,11 @@ def to_markdown(runs: Sequence[LRARun]) -> str:
 def _check_seeds(cell: list[LRARun]) -> None:
     first = cell[0]
     for i, run in enumerate(cell):
-        if run.settings != first.settings:
-            raise ConfigError(f"{run.folder} and {first.folder} must differ in their seeds only")
+        if changed := changed_options(first.settings, run.settings):
+            names = ", ".join(changed)
+            raise ConfigError(
+                f"{run.folder} and {first.folder} must differ in their seeds only, not in {names}"
+            )
         for other in cell[:i]:
             if run.result["seed"] == other.result["seed"]:
                 raise ConfigError(f"{run.folder} and {other.folder} must have different seeds")

@@ -26,6 +26,8 @@ from nalaformer_hf.training.errors import ConfigError
 
 # Rows with fewer keys say little about entropy.
 MIN_KEYS = 16
+# And a correlation needs some rows.
+MIN_TOKENS = 2 * MIN_KEYS
 # More of them make matrices of all weights that take gigabytes.
 MAX_KEYS = 8192
 
@@ -63,14 +65,14 @@ def read_text_queries(model_dir: str, text: str, num_tokens: int) -> list[LayerQ
     Raises:
         ConfigError: The model has no NaLa layers or no tokenizer, or the text is too short.
     """
-    if not MIN_KEYS < num_tokens <= MAX_KEYS:
-        raise ConfigError(f"--tokens must be from {MIN_KEYS + 1} to {MAX_KEYS}, got {num_tokens}")
+    if not MIN_TOKENS <= num_tokens <= MAX_KEYS:
+        raise ConfigError(f"--tokens must be from {MIN_TOKENS} to {MAX_KEYS}, got {num_tokens}")
     model = load_pretrained(AutoModelForCausalLM, model_dir, "a causal language model").eval()
     tokenizer = load_pretrained(AutoTokenizer, model_dir, "a tokenizer")
     layers = _layers(model, NaLaAttention)
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :num_tokens]
-    if ids.shape[1] <= MIN_KEYS:
-        raise ConfigError(f"--text must have more than {MIN_KEYS} tokens, got {ids.shape[1]}")
+    if ids.shape[1] < MIN_TOKENS:
+        raise ConfigError(f"--text must have at least {MIN_TOKENS} tokens, got {ids.shape[1]}")
     suffix = "conv1d" if model.config.use_short_conv else "proj"
     modules = [getattr(layer, f"{name}_{suffix}") for layer in layers for name in ("q", "k")]
     with torch.no_grad(), recorded(modules) as outputs:

@@ -116,13 +116,24 @@ def _open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Seq
 
 
 def _check_same_run(before: Any, now: dict[str, Any], kept: Sequence[str]) -> None:
-    for section in kept:
-        changed = [
-            f"{section}.{name}" for name, value in now[section].items() if before[section].get(name) != value
-        ]
-        if changed:
-            words = f"{', '.join(kept[:-1])} and {kept[-1]}"
-            raise ConfigError(f"a resumed run keeps its {words}, but {', '.join(changed)} changed")
+    if changed := changed_options(before, {section: now[section] for section in kept}):
+        words = f"{', '.join(kept[:-1])} and {kept[-1]}"
+        raise ConfigError(f"a resumed run keeps its {words}, but {', '.join(changed)} changed")
+
+
+def changed_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names, such as "train.seed", of options that another configuration has other values for.
+
+    Args:
+        before: The other configuration, as sections of options.
+        now: The configuration. What one of both lacks counts as None.
+    """
+    return [
+        f"{section}.{name}"
+        for section, options in now.items()
+        for name in dict.fromkeys([*options, *before[section]])
+        if before[section].get(name) != options.get(name)
+    ]
 
 
 def _train_or_stop(trainer: RunTrainer, output_dir: Path) -> bool:

@@ -229,4 +229,4 @@ def test_short_texts_and_other_models_are_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("red")
     command = ["analyze", "norm", "--model", str(checkpoint), "--text", str(tmp_path / "text.txt")]
     assert cli.main([*command, "--output", str(tmp_path)]) == 1
-    assert "--text must have more than 16 tokens, got" in capsys.readouterr().err
+    assert "--text must have at least 32 tokens, got" in capsys.readouterr().err
