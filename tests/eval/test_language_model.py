@@ -239,9 +239,30 @@ def test_other_models_are_scored_as_ever_and_the_log_says_so(caplog):
     assert lm.loglikelihood_rolling(texts, True) == plain.loglikelihood_rolling(texts, True)
 
 
-def test_state_memory_is_checked():
-    with pytest.raises(ValueError, match="state_memory must be positive, got 0"):
-        nala_lm(tiny_model("linear"), state_memory=0)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("state_memory", 0),
+        ("state_memory", "abc"),
+        ("state_memory", float("inf")),
+        ("max_length", 0),
+        ("max_length", "abc"),
+        ("max_length", 2.5),
+    ],
+)
+def test_arguments_are_checked(argument, value):
+    with pytest.raises(ValueError, match=rf"{argument} must be a positive number of .*, got {value!r}"):
+        nala_lm(tiny_model("linear"), **{argument: value})
+
+
+def test_a_tokenizer_without_a_beginning_needs_one():
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS token to begin with; pass"):
+        nala_lm(tiny_model("linear"), tokenizer)
+    nothing = instances("loglikelihood", [("", "the red stone")])
+    actual = nala_lm(tiny_model("linear"), tokenizer, prefix_token_id=0).loglikelihood(nothing, True)
+    assert_same_scores(actual, nala_lm(tiny_model("linear")).loglikelihood(nothing, True))
 
 
 def test_tasks_score_as_with_the_plain_backend():
