@@ -77,7 +77,8 @@ def test_models_are_of_one_size():
 def test_runs_are_kept_continued_and_tabulated(tmp_path):
     overrides = {"num_steps": 2, "batch_size": 4, "vocab_size": 32, "factors": (1, 2), "num_asked": 8}
     chosen = {"tasks": ["induction"], "models": ["linear", "softmax"], "overrides": overrides}
-    runs = run_recall(tmp_path, seeds=[0], **chosen)
+    runs = run_recall(tmp_path, seeds=[0, 0], **chosen)
+    assert len(runs) == 2
     more = run_recall(tmp_path, seeds=[0, 1], **chosen)
     assert more[:2] == runs
     assert [(run["model"], run["seed"]) for run in more] == [
@@ -93,6 +94,12 @@ def test_runs_are_kept_continued_and_tabulated(tmp_path):
     assert lines[2].startswith("| linear | 94,272 | 2 | ")
     with pytest.raises(ConfigError, match="has runs with other settings"):
         run_recall(tmp_path, seeds=[0], **(chosen | {"overrides": None}))
+
+
+def test_runs_of_another_kind_are_refused(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"seed": 0, "settings": {"length": 8}}\n')
+    with pytest.raises(ConfigError, match="has runs with other settings"):
+        run_recall(tmp_path)
 
 
 def test_training_learns(tmp_path):
