@@ -56,6 +56,9 @@ class TreeScorer:
         may_shrink: Halve the batch size when memory runs out, instead of raising.
         max_state_bytes: Limit of the held states.
         softmax_dtype: For the softmax; None takes that of the logits.
+
+    Raises:
+        ValueError: `batch_size` is below 1.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class TreeScorer:
         max_state_bytes: int,
         softmax_dtype: torch.dtype | None = None,
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model
         self.batch_size = batch_size
         self.may_shrink = may_shrink

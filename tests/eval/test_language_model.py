@@ -255,6 +255,12 @@ def test_arguments_are_checked(argument, value):
         nala_lm(tiny_model("linear"), **{argument: value})
 
 
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_of_no_rows_is_refused(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}"):
+        nala_lm(tiny_model("linear"), batch_size=batch_size).loglikelihood(choice_requests()[:2], True)
+
+
 def test_a_tokenizer_without_a_beginning_needs_one():
     tokenizer = make_tokenizer()
     tokenizer.bos_token = tokenizer.eos_token = None
