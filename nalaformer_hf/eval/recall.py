@@ -119,7 +119,7 @@ def run_recall(
     check_known("model ", models, MODELS)
     settings = {task: settings_of(task, **(overrides or {})) for task in RECALL_TASKS}
     wanted = {task: json.loads(json.dumps(asdict(settings[task]))) for task in RECALL_TASKS}
-    done = read_runs(output_dir, lambda run: wanted.get(run.get("task"), {}))
+    done = read_runs(output_dir, lambda run: wanted.get(run.get("task", ""), {}))
     output_dir.mkdir(parents=True, exist_ok=True)
     keys = {(run["task"], run["model"], run["seed"]) for run in done}
     for seed in seeds:
