@@ -262,8 +262,8 @@ def _eval_table(arguments: argparse.Namespace) -> int:
     table = to_markdown(rows)
     write(table)
     if arguments.output is not None:
-        arguments.output.with_suffix(".md").write_text(table, encoding="utf-8")
-        draw(rows, arguments.output.with_suffix(".png"))
+        arguments.output.with_name(f"{arguments.output.name}.md").write_text(table, encoding="utf-8")
+        draw(rows, arguments.output.with_name(f"{arguments.output.name}.png"))
     return 0
 
 

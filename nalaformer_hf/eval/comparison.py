@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from lm_eval.utils import simple_parse_args_string
 
 from nalaformer_hf.training.errors import ConfigError
 
 PUBLISHED_PARAMETERS = 340e6
+PUBLISHED_LENGTH = 2048
 SIZE_MARGIN = 0.2  # models of one size differ by as much, with their embeddings tied or not
+
+PARTS = ("results", "config", "n-samples", "n-shot")  # of a result file
 
 # Why a score is not comparable with the published ones, by its mark in the table.
 NOTES = {
     "a": "on a part of the items",
     "b": "with examples in the prompt; the published scores are zero-shot",
     "c": "of a model of another size than 340M parameters",
-    "d": "of whole documents; the published perplexity is over windows of the training length",
+    "d": "of whole documents or other windows; the published perplexity is over windows of 2,048 tokens",
 }
 CAVEAT = (
     "Unmarked scores are measured as the published ones. No result file says how a model was trained: they"
@@ -84,7 +88,9 @@ def read_results(path: Path) -> Row:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        results, config = content["results"], content["config"]
+        results, *others = (content[part] for part in PARTS)
+        if not all(isinstance(part, dict) for part in (results, *others)):
+            raise TypeError(f"{', '.join(PARTS)} must be objects")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} must be a result file of lm-eval: {error!r}") from error
     row = Row(str(content.get("model_name") or path.stem), {})
@@ -92,14 +98,15 @@ def read_results(path: Path) -> Row:
         if column.metric in results.get(column.task, {}):
             score = results[column.task][column.metric]
             row.scores[column.name] = 100 * score if column.is_accuracy else score
-            row.marks[column.name] = "".join(_marks(column, content, config))
+            row.marks[column.name] = "".join(_marks(column, content))
     if not row.scores:
         wanted = ", ".join(column.task for column in COLUMNS)
         raise ConfigError(f"{path} has no score of the tasks {wanted}")
     return row
 
 
-def _marks(column: Column, content: dict[str, Any], config: dict[str, Any]) -> Iterable[str]:
+def _marks(column: Column, content: dict[str, Any]) -> Iterable[str]:
+    config = content["config"]
     if content["n-samples"][column.task]["effective"] != column.num_items:
         yield "a"
     if content["n-shot"].get(column.task):
@@ -107,7 +114,12 @@ def _marks(column: Column, content: dict[str, Any], config: dict[str, Any]) -> I
     size = config.get("model_num_parameters", 0)
     if abs(size / PUBLISHED_PARAMETERS - 1) > SIZE_MARGIN:
         yield "c"
-    if column.task == "wikitext" and config["model"] == "nala" and not config["model_args"].get("max_length"):
+    arguments = config.get("model_args") or {}
+    if isinstance(arguments, str):  # as Python code may give them
+        arguments = simple_parse_args_string(arguments)
+    # Without it, "hf" cuts at the length that the model is made for.
+    length = arguments.get("max_length", PUBLISHED_LENGTH if config.get("model") != "nala" else None)
+    if column.task == "wikitext" and length != PUBLISHED_LENGTH:
         yield "d"
 
 

@@ -27,6 +27,8 @@ def run_harness(
     Raises:
         ConfigError: What lm-eval refuses, such as an unknown task, or a folder without items.
     """
+    if data_dir is not None and any(flag.split("=")[0] == "--include_path" for flag in flags):
+        raise ConfigError("--data-dir and --include_path exclude each other: lm-eval takes one such folder")
     model_args = {"pretrained": model, "state_reuse": state_reuse}
     command = ["lm-eval", "run", "--model", NAME, "--model_args", json.dumps(model_args), *flags]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
 """The model "nala" of lm-eval: its Hugging Face backend, with shared prefixes of the requests read once."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ class NaLaLM(Backend):
         **kwargs: As for `HFLM`.
 
     Raises:
-        ValueError: `state_memory` is not positive.
+        ValueError: `state_memory` or `max_length` is no positive number, or the tokenizer has no token to
+            begin with.
     """
 
     def __init__(
@@ -62,9 +64,16 @@ class NaLaLM(Backend):
         max_length: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state_memory > 0:
-            raise ValueError(f"state_memory must be positive, got {state_memory}")
+        if not isinstance(state_memory, int | float) or not 0 < state_memory < math.inf:
+            raise ValueError(f"state_memory must be a positive number of GiB, got {state_memory!r}")
+        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+            raise ValueError(f"max_length must be a positive number of tokens, got {max_length!r}")
         super().__init__(pretrained, max_length=max_length, **kwargs)
+        if self.prefix_token_id is None:
+            raise ValueError(
+                "pretrained: its tokenizer has neither a BOS nor an EOS token to begin with;"
+                " pass prefix_token_id=N, the number of another token"
+            )
         self.is_nala = self.config.model_type == "nala" and self.config.is_causal
         self.state_reuse = state_reuse and self.is_nala
         self.state_memory = state_memory

@@ -4,6 +4,7 @@ The folder has one folder per task, with a file per split in the records of the 
 `piqa/validation.jsonl`, `arc_easy/test.jsonl`, `lambada_openai/test.jsonl`.
 """
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def write_local_tasks(data_dir: Path, folder: Path) -> list[str]:
         The names of the tasks.
 
     Raises:
-        ConfigError: A folder is not named like a known task, or its task's evaluated split is missing.
+        ConfigError: A folder is not named like a known task, its task's evaluated split is missing, or a file
+            has no items or a line that is none.
     """
     if not data_dir.is_dir():
         raise ConfigError(f"--data-dir must be a folder, got {data_dir}")
@@ -63,6 +65,8 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
     if not files[evaluated].is_file():
         raise ConfigError(f"--data-dir: {name} is evaluated on {files[evaluated]}, which is missing")
     present = {split: str(path.resolve()) for split, path in files.items() if path.is_file()}
+    for file in present.values():
+        _check_items(Path(file))
     return {
         "include": path,
         "task": name,
@@ -71,3 +75,21 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
         "dataset_kwargs": {"data_files": present},
         **{key: None for key, split in splits.items() if split not in present},
     }
+
+
+def _check_items(path: Path) -> None:
+    """Refuses a file without items, or with a line that is none."""
+    count = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                item = json.loads(line)
+            except ValueError:
+                item = None
+            if not isinstance(item, dict):
+                raise ConfigError(f"--data-dir: line {number} of {path} is no record: {line[:60]!r}")
+            count += 1
+    if not count:
+        raise ConfigError(f"--data-dir: {path} has no items")

