@@ -202,9 +202,7 @@ class NaLaLM(Backend):
 
     def _windows(self, text: str) -> list[Request]:
         """Requests that score each token of a text once."""
-        tokens = self.tok_encode(text)
-        if tokens[:1] == [self.prefix_token_id]:
-            tokens = tokens[1:]
+        tokens = self.tok_encode(text, add_special_tokens=False)  # the windows bring the beginning
         windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
         return [Request(*make_disjoint_window(window)) for window in windows]
 

@@ -150,7 +150,7 @@ def long_text() -> str:
 def test_rolling_conditions_on_one_beginning(adds_bos, reuse, monkeypatch):
     monkeypatch.setattr("nalaformer_hf.eval.prefix_tree.plan.__kwdefaults__", {"min_saving": 16, "piece": 50})
     model, tokenizer = tiny_model("gated_delta"), make_tokenizer(adds_bos=adds_bos)
-    texts = [long_text(), "the red stone", "a"]
+    texts = [long_text(), "the red stone", "a", f"{tokenizer.bos_token} the red"]
     lm = nala_lm(model, tokenizer, state_reuse=reuse)
     actual = lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in texts]), True)
     for text, value in zip(texts, actual, strict=True):
