@@ -196,7 +196,7 @@ def broken(checkpoints, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "command", [["generate"], ["analyze", "norm", "--tokens", "20"]], ids=["generate", "analyze"]
+    "command", [["generate"], ["analyze", "norm", "--tokens", "40"]], ids=["generate", "analyze"]
 )
 @pytest.mark.parametrize(
     ("name", "message"),
