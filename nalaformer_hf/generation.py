@@ -91,7 +91,7 @@ def check_device_and_dtype(device: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).cpu()  # a meta tensor has no numbers
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device must be one that torch finds here, such as 'cpu', got {device!r}"

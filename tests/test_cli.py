@@ -154,6 +154,7 @@ def test_errors_of_the_user_are_a_sentence(command, message, capsys):
         ("--top-p", "2", "top_p must be above 0 and at most 1"),
         ("--max-new-tokens", "0", "`max_new_tokens` must be greater than 0"),
         ("--device", "abacus", "device must be one that torch finds here, such as 'cpu', got 'abacus'"),
+        ("--device", "meta", "device must be one that torch finds here, such as 'cpu', got 'meta'"),
         ("--dtype", "int3", "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
     ],
 )
