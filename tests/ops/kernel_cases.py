@@ -1,5 +1,6 @@
 """What runs in the interpreting process: a kernel's case against the float64 reference."""
 
+import weakref
 from unittest import mock
 
 import torch
@@ -142,6 +143,20 @@ def check_saved_memory() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         nala_attention(q, k, v, backend="triton")
     assert sum(storages.values()) == 4 * B * T * H * (2 * D + 2 * V + 1)
+
+
+def check_what_hooks_put_away() -> None:
+    """Tensors that hooks put away until the backward (offloading, checkpoints) are kept by nothing else."""
+    rotary = tuple(torch.rand(130, 24) for _ in range(2))
+    for tables in (None, rotary):
+        inputs = [x + 0 for x in qkv(1, 130, 1, 24, 40, dtype=torch.float32)]
+        tables = tables and tuple(x + 0 for x in tables)
+        owners = [weakref.ref(x) for x in (*inputs, *(tables or ()))]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+            o, _ = nala_attention(*inputs, rotary=tables, backend="triton")
+        del inputs, tables
+        assert o.requires_grad
+        assert [owner() for owner in owners] == [None] * len(owners)
 
 
 def check_one_candidate() -> None:

@@ -70,6 +70,7 @@ def test_when_the_forward_is_sequential(interpret):
 
 def test_saved_memory(interpret):
     interpret("kernel_cases", "check_saved_memory")
+    interpret("kernel_cases", "check_what_hooks_put_away")
 
 
 @pytest.mark.slow
