@@ -1,6 +1,7 @@
 """What runs in the interpreting process: a kernel's case against the float64 reference."""
 
 import weakref
+from itertools import product
 from unittest import mock
 
 import torch
@@ -128,6 +129,20 @@ def check_extremes(form: str) -> None:
         o, _ = nala_attention(*leaves, form=form, backend="triton")
         for x in (o, *torch.autograd.grad(o.float().square().sum(), leaves)):
             assert x.isfinite().all(), (dtype, scale_q, scale_k)
+
+
+def check_nan(form: str) -> None:
+    """A row that reads NaN gives NaN, as in the torch form, also where NaN has the bits that GPUs give it."""
+    gpu_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for dtype, place, causal in product((torch.float32, torch.bfloat16), range(3), (True, False)):
+        inputs = [x.detach() for x in qkv(1, 40, 1, 16, 8, dtype=dtype)]
+        inputs[place][0, 20, 0, 3] = gpu_nan
+        options = {"form": form, "causal": causal}
+        wanted, came = (nala_attention(*inputs, **options, backend=b)[0] for b in ("torch", "triton"))
+        rows = slice(20, 21) if place == 0 else slice(20 if causal else 0, None)
+        wanted, came = wanted[:, rows].isnan(), came[:, rows].isnan()
+        assert wanted.any()
+        assert torch.equal(came, wanted), (dtype, place, causal)
 
 
 def check_saved_memory() -> None:

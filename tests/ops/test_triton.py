@@ -59,7 +59,7 @@ def test_decode_kernel_continues_a_prefill(interpret, form, rotary, dtype, D, V,
 
 
 @pytest.mark.parametrize("form", ["cosine", "polarity"])
-@pytest.mark.parametrize("check", ["check_zero_rows", "check_extremes"])
+@pytest.mark.parametrize("check", ["check_zero_rows", "check_extremes", "check_nan"])
 def test_numeric_rules(interpret, form, check):
     interpret("kernel_cases", check, form)
 

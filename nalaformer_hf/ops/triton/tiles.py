@@ -121,8 +121,9 @@ def store_state(
 
 @triton.jit
 def _tf32(x):
-    """x rounded to nearest in tf32, which keeps ten bits behind the point."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    """x rounded to nearest in tf32, which keeps ten bits behind the point; a GPU's NaN would round to -0."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
