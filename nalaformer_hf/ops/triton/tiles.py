@@ -130,6 +130,7 @@ def _tf32(x):
 def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b with operands in DTYPE and sums in fp32.
 
+    "tf32": rounded here, since the processor cuts the other bits off, and sums of features add that bias up.
     "tf32x3" is Triton's precision of that name, but split while the elements are spread over all threads:
     each warp holds whole rows of an operand, and there is no room for both parts of them.
     """
@@ -141,4 +142,6 @@ def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
         acc = tl.dot(_tf32(a - large_a), large_b, acc, input_precision="tf32")
         acc = tl.dot(large_a, _tf32(b - large_b), acc, input_precision="tf32")
         return tl.dot(large_a, large_b, acc, input_precision="tf32")
+    if PRECISION == "tf32" and tl.float32 == DTYPE:
+        a, b = _tf32(a), _tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
