@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec, map_features
 from nalaformer_hf.ops import nala_attention
-from nalaformer_hf.ops.triton.selftest import QUICK, TOY, run_selftest
+from nalaformer_hf.ops.triton.selftest import FULL, TOY, run_selftest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 PASSES = ("forward", "backward", "both")
@@ -82,6 +82,7 @@ def measure(attend: Attend, shape: tuple[int, ...], dtype: torch.dtype, device: 
         end = _now(device)
         if device == "cuda":
             peak = torch.cuda.max_memory_allocated() - before
+        del o  # else the next round would begin with it
         if repeat > 0:
             for name, seconds in zip(PASSES, (middle - start, end - middle, end - start), strict=True):
                 times[name].append(1e3 * seconds)
@@ -154,7 +155,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for check in run_selftest(torch.device(device), QUICK if device == "cuda" else TOY[:1]):
+    for check in run_selftest(torch.device(device), FULL if device == "cuda" else TOY[:1]):
         if not check.passed:
             print(f"{check.case}: {check.name} is off by {check.error:.1e} {check.message}", file=sys.stderr)
             return 1

@@ -96,6 +96,8 @@ def trust(monkeypatch, tmp_path):
     trust = pytest.importorskip("nalaformer_hf.ops.triton.trust", reason="needs triton")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trust, "_facts", lambda device: {"device": f"a GPU, {device.index}"})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     trust._why_not_trusted.cache_clear()
     dispatch._say_once.cache_clear()
     yield trust
@@ -145,6 +147,32 @@ def test_delta_mixers_trust_their_own_selftest(fla, trust, monkeypatch, passed):
     assert len(caught) == (0 if passed else 2)
     assert all(words in str(w.message) for w, words in zip(caught, said, strict=False))
     assert [tuple(case) for case in cases] == [(gated, torch.bfloat16, 3, 32, 16) for gated in (False, True)]
+
+
+def test_an_error_of_earlier_work_is_no_result(trust, monkeypatch):
+    def synchronize(device):
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(trust, "run_selftest", lambda device, cases: [])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", synchronize)
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            resolve_backend("auto", device=CUDA)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="a CUDA graph cannot record"):
+            resolve_backend("auto", device=CUDA)
+    assert not trust.record_path(CUDA, "linear").exists()
+    assert resolve_backend("auto", device=CUDA) == "triton"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    trust._why_not_trusted.cache_clear()  # with a result on file, nothing has to be tested
+    assert resolve_backend("auto", device=CUDA) == "triton"
+
+
+def test_a_failure_keeps_its_message(trust, monkeypatch):
+    check = trust.Check(trust.QUICK[0], "compilation or launch", float("inf"), 0.0, "no C compiler")
+    monkeypatch.setattr(trust, "run_selftest", lambda device, cases: [check])
+    with pytest.warns(UserWarning, match="compilation or launch no C compiler"):
+        assert resolve_backend("auto", device=CUDA) == "torch"
 
 
 def test_a_read_only_cache_is_said(trust, monkeypatch, tmp_path):

@@ -1,7 +1,10 @@
 """What the self-test of the kernels makes of the mode it runs in, and of what goes wrong."""
 
+from subprocess import CalledProcessError
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 from nalaformer_hf.ops.triton import selftest, tuning
@@ -25,7 +28,11 @@ def test_it_sets_its_own_modes():
 
 @pytest.mark.parametrize(
     ("error", "is_raised"),
-    [(RuntimeError("CUDA error: no kernel image"), False), (torch.OutOfMemoryError("full"), True)],
+    [
+        (RuntimeError("CUDA error: no kernel image"), False),
+        (CalledProcessError(1, ["gcc"]), False),
+        (torch.OutOfMemoryError("full"), True),
+    ],
 )
 def test_a_full_gpu_is_no_failure_of_a_kernel(error, is_raised):
     def check(case, device):
@@ -37,7 +44,39 @@ def test_a_full_gpu_is_no_failure_of_a_kernel(error, is_raised):
         return
     (result,) = collect(TOY[:1], check, CPU)
     assert not result.passed
-    assert result.message == f"RuntimeError: {error}"
+    assert result.message == f"{type(error).__name__}: {error}"
+
+
+def test_a_checkpoint_around_the_first_use_does_not_see_it():
+    layer, tested = torch.nn.Linear(3, 3), []
+
+    def check(case, device):
+        leaf = torch.rand(2).requires_grad_()
+        torch.autograd.grad(leaf.exp().square().sum(), leaf)
+        yield Check(case, "dx", 0.0, 0.0)
+
+    def forward(x):
+        x = layer(x).square()
+        if not tested:
+            tested.extend(collect(TOY, check, CPU))
+        return layer(x).square()
+
+    checkpoint(forward, torch.rand(2, 3), use_reentrant=False).sum().backward()
+    assert [result.passed for result in tested] == [True] * len(TOY)
+    assert layer.weight.grad is not None
+
+
+def test_the_default_dtype_of_the_process_is_not_its_own(monkeypatch):
+    before = selftest._inputs(TOY[0], 1, 4), selftest._tables(TOY[0], 4)
+    monkeypatch.setattr(selftest, "fused_step", lambda q, k, v, state, *args, **options: (v, state))
+    monkeypatch.setattr(selftest, "step_attention", lambda q, k, v, state, *args, **options: (v, state))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = selftest._inputs(TOY[0], 1, 4), selftest._tables(TOY[0], 4)
+        assert selftest._check_step(TOY[0], after[0], CPU).error == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_all_tiles_of_a_plan_are_tested_on_a_gpu(monkeypatch):

@@ -59,7 +59,7 @@ def test_decode_kernel_continues_a_prefill(interpret, form, rotary, dtype, D, V,
 
 
 @pytest.mark.parametrize("form", ["cosine", "polarity"])
-@pytest.mark.parametrize("check", ["check_zero_rows", "check_extremes"])
+@pytest.mark.parametrize("check", ["check_zero_rows", "check_extremes", "check_nan"])
 def test_numeric_rules(interpret, form, check):
     interpret("kernel_cases", check, form)
 
@@ -70,6 +70,7 @@ def test_when_the_forward_is_sequential(interpret):
 
 def test_saved_memory(interpret):
     interpret("kernel_cases", "check_saved_memory")
+    interpret("kernel_cases", "check_what_hooks_put_away")
 
 
 @pytest.mark.slow

@@ -29,11 +29,11 @@ from .tuning import launch_fastest
 class _Launcher:
     """The kernels of one call, with the arguments that they share."""
 
-    def __init__(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None, sequences: Sequences, plan: Plan):
+    def __init__(self, q: Tensor, cos: Tensor | None, sin: Tensor | None, sequences: Sequences, plan: Plan):
         self.num_tokens, self.num_heads = q.shape[0] * q.shape[1], q.shape[2]
         self.device = q.device
         self.sequences, self.plan = sequences, plan
-        self.cos, self.sin = rotary or (q, q)  # a pointer that is never read
+        self.cos, self.sin = (q, q) if cos is None or sin is None else (cos, sin)  # q: never read
         self.num_tables = self.cos.numel() // plan.D
         self.where = (sequences.chunk_starts, sequences.chunk_sequences, sequences.bounds, self.num_heads)
 
@@ -140,7 +140,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, initial, cos, sin, sequences: Sequences, plan: Plan):
-        launcher = _Launcher(q, None if cos is None else (cos, sin), sequences, plan)
+        launcher = _Launcher(q, cos, sin, sequences, plan)
         inverse = launcher.empty(launcher.num_tokens, launcher.num_heads)
         final = None
         if plan.causal:
@@ -150,16 +150,16 @@ class _Attention(torch.autograd.Function):
         else:
             states = launcher.states(k, v, initial, final)
             o = launcher.outputs(q, k, v, inverse, states, is_query=True)
-        ctx.save_for_backward(q, k, v, initial, o, inverse)
-        ctx.launcher = launcher
+        ctx.save_for_backward(q, k, v, initial, cos, sin, o, inverse)
+        ctx.sequences, ctx.plan = sequences, plan
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final):
-        q, k, v, initial, o, inverse = ctx.saved_tensors
-        launcher: _Launcher = ctx.launcher
+        q, k, v, initial, cos, sin, o, inverse = ctx.saved_tensors
+        launcher = _Launcher(q, cos, sin, ctx.sequences, ctx.plan)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
         scales = inverse, launcher.den_grad(grad_o, o, inverse)

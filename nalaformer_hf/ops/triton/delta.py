@@ -41,7 +41,8 @@ def fla_delta_rule(
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k = q.to(v.dtype), k.to(v.dtype)
-    options = {"cu_seqlens": cu_seqlens, **_options(initial_state)}
+    bounds = None if cu_seqlens is None else cu_seqlens.to(v.device)
+    options = {"cu_seqlens": bounds, **_options(initial_state)}
     if log_decay is None:
         o, state = chunk_delta_rule(q, k, v, beta, **options)
     else:

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from ...modeling.delta_rule_nala import chunked_delta_rule
 from .delta import fla_delta_rule, fla_step_delta_rule
-from .selftest import Check, collect, error_of, now
+from .selftest import F32, Check, collect, error_of, now
 
 # Largest error, in parts of the largest value: fla rounds features, updates and states to 16 bits.
 ALLOWED = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -70,10 +70,10 @@ def _inputs(case: DeltaCase, T: int) -> tuple[list[Tensor], list[Tensor]]:
     """q, k, v, β, state and log decay of two rows, and the gradients of o and of the final state."""
     gen = torch.Generator().manual_seed(0)
     B = 2
-    q, k = (normalize(torch.rand(B, T, case.H, case.K, generator=gen), dim=-1) for _ in "qk")
-    v, grad_o = (torch.randn(B, T, case.H, case.V, generator=gen) for _ in range(2))
-    state, grad_state = (torch.randn(B, case.H, case.K, case.V, generator=gen) for _ in range(2))
-    beta, log_decay = (torch.rand(B, T, case.H, generator=gen) for _ in range(2))
+    q, k = (normalize(torch.rand(B, T, case.H, case.K, generator=gen, dtype=F32), dim=-1) for _ in "qk")
+    v, grad_o = (torch.randn(B, T, case.H, case.V, generator=gen, dtype=F32) for _ in range(2))
+    state, grad_state = (torch.randn(B, case.H, case.K, case.V, generator=gen, dtype=F32) for _ in range(2))
+    beta, log_decay = (torch.rand(B, T, case.H, generator=gen, dtype=F32) for _ in range(2))
     inputs = [q.to(case.dtype).float(), k.to(case.dtype).float(), v.to(case.dtype), beta, state]
     return inputs + ([-0.1 * log_decay] if case.gated else []), [grad_o, grad_state]
 

@@ -16,15 +16,15 @@ PI: tl.constexpr = tl.constexpr(3.141592653589793)
 
 @triton.jit
 def reciprocal(den):
-    """1 / den, and 0 where den is too small to have one."""
-    usable = tl.abs(den) >= TINY
-    return tl.where(usable, 1.0 / tl.where(usable, den, 1.0), 0.0)
+    """1 / den, and 0 where den is too small to have one; NaN stays NaN."""
+    too_small = tl.abs(den) < TINY
+    return tl.where(too_small, 0.0, 1.0 / tl.where(too_small, 1.0, den))
 
 
 @triton.jit
 def _raise(a, exponent):
     """a^exponent for a ≥ 0, with 0^exponent = 0."""
-    return tl.where(a > 0, tl.exp2(exponent * tl.log2(tl.where(a > 0, a, 1.0))), 0.0)
+    return tl.where(a == 0, 0.0, tl.exp2(exponent * tl.log2(tl.where(a == 0, 1.0, a))))
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _sin_cos_eighth(x):
 def direction(x):
     """d(x) and 1 / ||x||, both zero where the norm is zero."""
     norm = tl.sqrt(tl.sum(x * x, axis=1))
-    inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
+    inverse = tl.where(norm == 0, 0.0, 1.0 / tl.where(norm == 0, 1.0, norm))
     return x * inverse[:, None], inverse, norm
 
 

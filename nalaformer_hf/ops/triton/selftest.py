@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from triton.errors import TritonError
 
 from ...modeling.feature_maps_nala import FeatureSpec
@@ -20,6 +22,8 @@ from ..attention import nala_attention
 from .decode import fused_step
 from .plan import MAX_CANDIDATES
 from .tuning import candidate
+
+F32 = torch.float32  # named everywhere, since the process may have another default
 
 # Largest error, in parts of the largest value.
 ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -102,16 +106,21 @@ def collect(
                 torch.enable_grad(),
                 torch.autocast(device.type, enabled=False),
                 torch.device("cpu"),  # of tensors made without one
+                saved_tensors_hooks(_same, _same),  # a checkpoint around the caller would count our tensors
             ):
                 checks += check(case, device)
         except torch.OutOfMemoryError:
             raise
-        except (TritonError, RuntimeError) as error:
+        except (TritonError, RuntimeError, CalledProcessError) as error:  # the last: of a C compiler
             first_line = str(error).strip().split("\n")[0]
             checks.append(
                 Check(case, "compilation or launch", math.inf, 0.0, f"{type(error).__name__}: {first_line}")
             )
     return checks
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _check(case: Case, device: torch.device) -> Iterator[Check]:
@@ -143,13 +152,13 @@ def _inputs(case: Case, rows: int, T: int) -> list[Tensor]:
     """q, k, v of two heads, and the gradient of o, rounded to the dtype."""
     gen = torch.Generator().manual_seed(0)
     widths = (case.D, case.D, case.V, case.V)
-    return [torch.randn(rows, T, 2, width, generator=gen).to(case.dtype) for width in widths]
+    return [torch.randn(rows, T, 2, width, generator=gen, dtype=F32).to(case.dtype) for width in widths]
 
 
 def _tables(case: Case, T: int) -> tuple[Tensor, Tensor] | None:
     if case.rotary is None:
         return None
-    angles = torch.arange(T)[:, None] * 10000 ** -torch.linspace(0, 1, case.D)
+    angles = torch.arange(T)[:, None] * 10000 ** -torch.linspace(0, 1, case.D, dtype=F32)
     return angles.cos(), angles.sin()
 
 
@@ -186,7 +195,7 @@ def _check_step(case: Case, inputs: list[Tensor], device: torch.device) -> Check
     """One token after a state."""
     q, k, v = inputs[:3]
     gen = torch.Generator().manual_seed(1)
-    state = torch.rand(2, 2, 2 * case.D, case.V + 1, generator=gen)
+    state = torch.rand(2, 2, 2 * case.D, case.V + 1, generator=gen, dtype=F32)
     spec, layout = FeatureSpec(case.form), case.rotary or "phase"
     tables = _tables(case, 8)
     rotary = None if tables is None else (tables[0][7:], tables[1][7:])

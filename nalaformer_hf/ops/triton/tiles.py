@@ -121,14 +121,16 @@ def store_state(
 
 @triton.jit
 def _tf32(x):
-    """x rounded to nearest in tf32, which keeps ten bits behind the point."""
-    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    """x rounded to nearest in tf32, which keeps ten bits behind the point; a GPU's NaN would round to -0."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
 def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b with operands in DTYPE and sums in fp32.
 
+    "tf32": rounded here, since the processor cuts the other bits off, and sums of features add that bias up.
     "tf32x3" is Triton's precision of that name, but split while the elements are spread over all threads:
     each warp holds whole rows of an operand, and there is no room for both parts of them.
     """
@@ -140,4 +142,6 @@ def product(a, b, acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
         acc = tl.dot(_tf32(a - large_a), large_b, acc, input_precision="tf32")
         acc = tl.dot(large_a, _tf32(b - large_b), acc, input_precision="tf32")
         return tl.dot(large_a, large_b, acc, input_precision="tf32")
+    if PRECISION == "tf32" and tl.float32 == DTYPE:
+        a, b = _tf32(a), _tf32(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)

@@ -44,6 +44,7 @@ def _why_not_trusted(index: int, cases: tuple[Case | DeltaCase, ...]) -> str | N
     if path.exists():
         failures = json.loads(path.read_text())["failures"]
     else:
+        _wait(device)
         run: Any = run_selftest if mixer == "linear" else run_delta_selftest
         failures = record(device, mixer, run(device, cases))
     if not failures:
@@ -51,9 +52,19 @@ def _why_not_trusted(index: int, cases: tuple[Case | DeltaCase, ...]) -> str | N
     return f"the kernels' self-test failed on this machine ({failures[0]}); `nalaformer doctor` says more"
 
 
+def _wait(device: torch.device) -> None:
+    """Until the device is idle: an error of what ran before, raised here, is no failure of a kernel."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first use of the kernels on a GPU tests them, which a CUDA graph cannot record; call once "
+            "before recording, or run `nalaformer doctor`"
+        )
+    torch.cuda.synchronize(device)
+
+
 def record(device: torch.device, mixer: str, checks: list[Check]) -> list[str]:
     """Keeps the result of a mixer's self-test for the next process; returns the failures in words."""
-    failures = [f"{check.case}: {check.name}" for check in checks if not check.passed]
+    failures = [f"{x.case}: {x.name} {x.message}".strip() for x in checks if not x.passed]
     path = record_path(device, mixer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
