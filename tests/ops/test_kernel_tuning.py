@@ -71,6 +71,14 @@ def test_the_first_candidate_is_taken_where_nothing_is_measured(launched, monkey
     assert launched == []
 
 
+def test_the_first_candidate_is_taken_where_memory_does_not_suffice_to_measure(launched, monkeypatch):
+    def do_bench(launch, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(tuning, "do_bench", do_bench)
+    assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE) == SLOW
+
+
 def test_deterministic_algorithms_take_the_first_candidate(launched):
     assert tuning.fastest(launched.append, (SLOW, FAST), key="a", work=LARGE) == FAST
     torch.use_deterministic_algorithms(True)

@@ -26,7 +26,7 @@ class Device(NamedTuple):
 
 
 INTERPRETER = Device(is_hip=False, shared=99 << 10, processors=84)
-MAX_CANDIDATES = 3  # that a plan has for a kernel
+MAX_CANDIDATES = 2  # that a plan has for a kernel; the first use of a GPU tests them all in some seconds
 MAX_REGISTERS = 255  # that a thread can have (NVIDIA)
 
 
@@ -155,7 +155,7 @@ def make_plan(
     def candidates(best: Tiles) -> tuple[Tiles, ...]:
         ahead = best._replace(num_stages=2)
         fits = has_room and shared_bound(ahead, BD) <= device.shared
-        return _distinct(best, ahead if fits else best, _halved(best))
+        return _distinct(best, ahead if fits else _halved(best))
 
     sequential = tiles(16 if BD == 64 else 32, 32)
     if BD == 32 and not device.is_hip:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ SMALL = 1 << 15
 _fastest: dict[Hashable, Tiles] = {}
 _spilled: set[Hashable] = set()
 _place: int | None = None
+_place_lock = Lock()
 
 
 def launch_fastest(
@@ -41,11 +43,12 @@ def launch_fastest(
 def candidate(place: int) -> Iterator[None]:
     """Every kernel runs with the candidate at this place, or with its last one; for tests of them all."""
     global _place
-    before, _place = _place, place
-    try:
-        yield
-    finally:
-        _place = before
+    with _place_lock:  # threads of several GPUs may test at once; backwards run in threads of their own
+        _place = place
+        try:
+            yield
+        finally:
+            _place = None
 
 
 def fastest(
@@ -53,8 +56,9 @@ def fastest(
 ) -> Tiles:
     """The candidate with which `launch` is fastest, or the first one where nothing is to be measured.
 
-    Nothing is measured for small calls, while a CUDA graph is recorded, and where results have to be the same
-    in each run (`torch.use_deterministic_algorithms`), since tiles change the order of sums.
+    Nothing is measured for small calls, while a CUDA graph is recorded, without the 256 MB that it takes, and
+    where results have to be the same in each run (`torch.use_deterministic_algorithms`), since tiles change
+    the order of sums.
     """
     if _place is not None:
         return candidates[min(_place, len(candidates) - 1)]
@@ -63,7 +67,10 @@ def fastest(
     if key not in _fastest:
         if work < SMALL or torch.cuda.is_current_stream_capturing():
             return candidates[0]
-        times = {tiles: _milliseconds(launch, tiles) for tiles in candidates}
+        try:
+            times = {tiles: _milliseconds(launch, tiles) for tiles in candidates}
+        except torch.OutOfMemoryError:
+            return candidates[0]
         _fastest[key] = min(times, key=times.__getitem__)
     return _fastest[key]
 
