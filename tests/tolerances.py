@@ -75,13 +75,13 @@ def assert_close_kernel(
     """`assert_close_rows` for what a fused kernel computed from inputs in `dtype`.
 
     A small difference of large numbers keeps the rounding of those: it is measured against `terms`. `rounded`
-    is the reference with all rounded that a kernel must round; twice its error is allowed where that is more
-    than the tolerance, as flash attention's tests do.
+    is the reference with all rounded that a kernel must round; twice its error in outputs and three times in
+    gradients are allowed where that is more than the tolerance, as flash attention's tests do.
     """
     tolerance = KERNEL_TOLERANCES.get((form, dtype), TOLERANCES[form, dtype])[is_gradient]
     measure = partial(relative_errors, expected=expected, terms=terms)
     attainable = (0.0, 0.0) if rounded is None else measure(rounded)
-    largest, row = (max(tolerance, 2 * error) for error in attainable)
+    largest, row = (max(tolerance, (2 + is_gradient) * error) for error in attainable)
     _assert_errors(actual, expected, measure(actual), (largest, row), name)
 
 

@@ -44,7 +44,8 @@ def den_grad_kernel(
 
 def den_grad_constants(plan: Plan) -> dict[str, Any]:
     """The constant arguments of `den_grad_kernel`."""
-    return {"BT": 32, "V": plan.V, "BV": block_of(plan.V)}
+    BV = block_of(plan.V)
+    return {"BT": 32 if BV <= 64 else 16, "V": plan.V, "BV": BV}
 
 
 @triton.jit
