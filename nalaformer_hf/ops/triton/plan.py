@@ -145,7 +145,9 @@ def make_plan(
         return Tiles(max(16, rows // shrink), min(BV, columns), warps)
 
     sums = tiles(32 if BD <= 64 else 16, 64 if BD <= 128 else 32)
-    outputs = tiles(16 if BD == 256 else 32 if BD == 128 or rotated else 64, 64)
+    rows = 16 if BD == 256 else 32 if BD == 128 or rotated else 64
+    operands = 2 * shrink * BD * (16 + 64)  # bytes of shared memory; more than gfx942 has in fp16 and fp32
+    outputs = tiles(rows, 64 if BD <= 128 or operands <= device.shared else 32)
     # In both directions no loop over columns takes registers; the narrower tile is what spills then.
     is_wide = BD <= 64 or (BD == 128 and not causal and dtype != torch.float32)
     gradients = tiles(16 if BD == 256 or (BD == 128 and rotated) else 32, 64 if is_wide else 32)
