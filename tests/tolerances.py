@@ -34,7 +34,7 @@ TOLERANCES = {
     ("delta", torch.float16): (5e-3, 2e-2),
 }
 
-# The kernels multiply bf16 inputs as bf16 and fp16 ones as tf32: features, states and weights are rounded once
+# The kernels multiply bf16 inputs as bf16, fp16 ones as tf32: features, states and weights are rounded once
 # more. Operands cut to tf32 would make o 1e-3 too small.
 KERNEL_TOLERANCES = {
     ("cosine", torch.bfloat16): (2e-2, 5e-2),
