@@ -46,6 +46,24 @@ def outputs_kernel(
         load_rows(x, rows, end, head, num_heads, 0, D, BD),
         IS_QUERY, FORM, POWER, TAU, GAIN, NORM_SCALE,
     )  # fmt: skip
+    if IS_QUERY:
+        z1 = load_normaliser(states, slot, head, num_heads, 0, D, BD, V, STRIDE)
+        z2 = load_normaliser(states, slot, head, num_heads, 1, D, BD, V, STRIDE)
+        den = tl.zeros((BT,), tl.float32)
+        if CAUSAL and ROTARY != "none":  # in a loop of its own: below, both kinds of features would be kept
+            own1, own2 = features(
+                load_rows(y, rows, end, head, num_heads, 0, D, BD), False, FORM, POWER, TAU, GAIN, NORM_SCALE
+            )
+            den += tl.sum(plain1 * tl.cumsum(own1, axis=0) + plain2 * tl.cumsum(own2, axis=0), axis=1)
+            for column in range(chunk_start, start, BT):
+                columns = column + tl.arange(0, BT)
+                other1, other2 = features(
+                    load_rows(y, columns, end, head, num_heads, 0, D, BD),
+                    False, FORM, POWER, TAU, GAIN, NORM_SCALE,
+                )  # fmt: skip
+                z1 += tl.sum(other1, axis=0)
+                z2 += tl.sum(other2, axis=0)
+        den += tl.sum(plain1 * z1[None, :] + plain2 * z2[None, :], axis=1)
     c, s = load_tables(cos, sin, start, rows, end, num_tables, D, BD, ROTARY)
     turned1, turned2 = rotate(plain1, plain2, c, s, ROTARY)
 
@@ -54,11 +72,6 @@ def outputs_kernel(
     num = product(turned1, S, num, DTYPE, PRECISION)
     S = load_state(states, slot, head, num_heads, 1, first, D, BD, V, BV, STRIDE)
     num = product(turned2, S, num, DTYPE, PRECISION)
-    if IS_QUERY:
-        z1 = load_normaliser(states, slot, head, num_heads, 0, D, BD, V, STRIDE)
-        z2 = load_normaliser(states, slot, head, num_heads, 1, D, BD, V, STRIDE)
-        den = tl.sum(plain1 * z1[None, :] + plain2 * z2[None, :], axis=1)
-
     if CAUSAL:
         first_column = chunk_start if IS_QUERY else start
         behind_columns = tl.minimum(start + BT, end) if IS_QUERY else end
@@ -70,11 +83,6 @@ def outputs_kernel(
             )  # fmt: skip
             later = rows[:, None] >= columns[None, :]
             visible = later if IS_QUERY else rows[:, None] <= columns[None, :]
-            if IS_QUERY and ROTARY != "none":
-                is_diagonal = column == start
-                seen1 = tl.where(is_diagonal, tl.cumsum(other1, axis=0), tl.sum(other1, axis=0)[None, :])
-                seen2 = tl.where(is_diagonal, tl.cumsum(other2, axis=0), tl.sum(other2, axis=0)[None, :])
-                den += tl.sum(plain1 * seen1 + plain2 * seen2, axis=1)
             c, s = load_tables(cos, sin, column, columns, end, num_tables, D, BD, ROTARY)
             other1, other2 = rotate(other1, other2, c, s, ROTARY)
             scores = tl.zeros((BT, BT), tl.float32)
