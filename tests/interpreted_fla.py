@@ -44,9 +44,9 @@ def patch_fla() -> None:
         build(self, fn, arg_names, configs[:1], *args, **kwargs)
 
     Autotuner.__init__ = build_untuned
-    for name in ("delta_rule", "gated_delta_rule"):
-        importlib.import_module(f"fla.ops.{name}")
+    for name in ("ops.delta_rule", "ops.gated_delta_rule", "modules.fused_norm_gate"):
+        importlib.import_module(f"fla.{name}")
     Autotuner.__init__ = build
     for name, module in sys.modules.items():
-        if name.startswith("fla.ops."):
+        if name.startswith(("fla.ops.", "fla.modules.")):
             module.range = _Range

@@ -14,6 +14,7 @@ def test_without_a_gpu_it_says_why(capsys):
     out = capsys.readouterr().out
     assert "linear: backend 'torch', since for 'triton' it needs tensors on a GPU, got cpu" in out
     assert "\ndelta: the chunked torch form, since" in out
+    assert "\nfuse_norm: norm and gate in torch, since" in out
     assert "\ngated_delta: the chunked torch form, since" in out
 
 

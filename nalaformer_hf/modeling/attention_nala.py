@@ -29,9 +29,9 @@ from .short_convolution_nala import LeftPadding, ShortConvolution, extend_window
 try:  # inside the package only: a pushed copy that imported it would mix the code of both
     if not __name__.startswith("nalaformer_hf."):
         raise ImportError("a pushed copy")
-    from nalaformer_hf.ops.dispatch import fused_delta_forms, fused_forms
+    from nalaformer_hf.ops.dispatch import fused_delta_forms, fused_forms, fused_gated_norm
 except ImportError:
-    fused_forms = fused_delta_forms = None
+    fused_forms = fused_delta_forms = fused_gated_norm = None
 
 
 class _Tokens(NamedTuple):
@@ -287,7 +287,7 @@ class NaLaAttention(nn.Module):
     def _mix(
         self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None, in_place: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The mixer's output (B, T, H, V) and the state after it, both in fp32.
+        """The mixer's output (B, T, H, V), rounded by fused forms only, and the state after it in fp32.
 
         `in_place`: whether the new state may overwrite the old one.
         """
@@ -307,10 +307,9 @@ class NaLaAttention(nn.Module):
             if fused is None:
                 return step_attention(q, k, v, state, self.spec, rotary=rotary)
             if not torch.is_grad_enabled():
-                o, state = fused.step(q, k, v, state, self.spec, rotary=rotary, in_place=in_place)
-                return upcast(o), state
+                return fused.step(q, k, v, state, self.spec, rotary=rotary, in_place=in_place)
         attend = chunked_attention if fused is None else fused.attention
-        o, state = attend(
+        return attend(
             q,
             k,
             v,
@@ -320,7 +319,6 @@ class NaLaAttention(nn.Module):
             initial_state=state,
             cu_seqlens=cu_seqlens,
         )
-        return upcast(o), state
 
     def _mix_delta(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None):
         q, k = unit_features(tokens.q, self.spec, True), unit_features(tokens.k, self.spec, False)
@@ -350,10 +348,16 @@ class NaLaAttention(nn.Module):
         """Norm of the mixer's output (B, T, H, V) in fp32, gate, output projection: (B, T, C)."""
         if self.config.output_norm != "head_rms_norm":
             o = o.flatten(2)
-        if self.o_norm is not None:
-            o = self.o_norm(o)
+        norm: Any = self.o_norm
+        gate: Any = None if self.g_proj is None else self.g_proj(x)
+        fused = None
+        if fused_gated_norm is not None and self.config.fuse_norm and not torch.compiler.is_compiling():
+            fused = fused_gated_norm(o, gate, self.config.output_norm)
+        if fused is not None:
+            return self.o_proj(norm(o, gate.view_as(o), fused).flatten(2))
+        o = upcast(o) if norm is None else norm(upcast(o))
         o = o.flatten(2).to(x.dtype)
-        return self.o_proj(o) if self.g_proj is None else gated_linear(self.o_proj, self.g_proj(x), o)
+        return self.o_proj(o) if gate is None else gated_linear(self.o_proj, gate, o)
 
     def _weights(self, tokens: _Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Explicit weights of the `linear` mixer, (B, H, T, T) in fp32."""

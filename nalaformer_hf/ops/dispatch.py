@@ -24,6 +24,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_TRITON_WIDTH = 256
 FLA_DTYPES = (torch.float16, torch.bfloat16)
 MIN_FLA_VERSION = "0.6"
+MAX_NORM_WIDTH = 16384
 _INSTALL = "pip install 'nalaformer-hf[kernels]'"
 
 
@@ -91,14 +92,8 @@ def why_not_triton(
     return None
 
 
-def why_not_fla(device: torch.device, dtype: torch.dtype, key_width: int) -> str | None:
-    """Why flash-linear-attention's delta kernels cannot run, in words; None if they can.
-
-    Args:
-        device: Where v is.
-        dtype: Its dtype.
-        key_width: Width of the features.
-    """
+def why_not_fla(device: torch.device) -> str | None:
+    """Why no kernel of flash-linear-attention can run, in words; None if they can."""
     version = fla_version()
     if version is None or importlib.util.find_spec("triton") is None:
         return f"flash-linear-attention or triton is not installed ({_INSTALL})"
@@ -106,6 +101,20 @@ def why_not_fla(device: torch.device, dtype: torch.dtype, key_width: int) -> str
         return f"it takes fla-core {MIN_FLA_VERSION} or newer, got {version}"
     if device.type != "cuda":
         return f"flash-linear-attention needs tensors on a GPU, got {device.type} ones"
+    return None
+
+
+def why_not_fla_delta(device: torch.device, dtype: torch.dtype, key_width: int) -> str | None:
+    """Why flash-linear-attention's delta kernels cannot run, in words; None if they can.
+
+    Args:
+        device: Where v is.
+        dtype: Its dtype.
+        key_width: Width of the features.
+    """
+    reason = why_not_fla(device)
+    if reason is not None:
+        return reason
     if dtype not in FLA_DTYPES:
         return f"flash-linear-attention takes {', '.join(map(str, FLA_DTYPES))}, got {dtype}"
     if key_width > MAX_DELTA_KEY_WIDTH:
@@ -159,7 +168,7 @@ def fused_delta_forms(k: Tensor, v: Tensor, gated: bool) -> FusedForms | None:
     """
     if v.device.type in ("cpu", "meta"):
         return None
-    reason = why_not_fla(v.device, v.dtype, k.shape[-1])
+    reason = why_not_fla_delta(v.device, v.dtype, k.shape[-1])
     if reason is None:
         from .triton.delta_selftest import DeltaCase
         from .triton.trust import why_not_trusted
@@ -174,6 +183,34 @@ def fused_delta_forms(k: Tensor, v: Tensor, gated: bool) -> FusedForms | None:
     from .triton.delta import fla_delta_rule, fla_step_delta_rule
 
     return FusedForms(fla_delta_rule, fla_step_delta_rule)
+
+
+def fused_gated_norm(x: Tensor, gate: Tensor, norm: str) -> Callable[..., Tensor] | None:
+    """What a layer with `fuse_norm` runs instead of norm and gate in torch; None where those are used.
+
+    Args:
+        x: (..., C), the mixer's output.
+        gate: Its gate.
+        norm: "layer_norm" or "head_rms_norm".
+    """
+    if x.device.type in ("cpu", "meta"):
+        return None
+    reason = why_not_fla(x.device)
+    if reason is None and gate.dtype not in TRITON_DTYPES:
+        reason = f"it takes {', '.join(map(str, TRITON_DTYPES))}, got {gate.dtype}"
+    if reason is None and x.shape[-1] > MAX_NORM_WIDTH:
+        reason = f"it takes up to {MAX_NORM_WIDTH} channels, got {x.shape[-1]}"
+    if reason is None:
+        from .triton.gated_norm import NormCase
+        from .triton.trust import why_not_trusted
+
+        reason = why_not_trusted(x.device, NormCase(norm, gate.dtype, x.shape[-1]))
+    if reason is not None:
+        _say_once(f"nalaformer_hf runs fuse_norm in torch: {reason}")
+        return None
+    from .triton.gated_norm import fla_gated_norm
+
+    return fla_gated_norm
 
 
 def is_interpreting() -> bool:

@@ -14,6 +14,11 @@ NAN, INF = float("nan"), float("inf")
 CONTRADICTIONS = [
     ({"mixer": "linaer"}, "mixer: got 'linaer'; did you mean 'linear'"),
     ({"feature_form": "cos"}, "feature_form: got 'cos'; did you mean 'cosine'"),
+    (
+        {"fuse_norm": True, "output_norm": "none"},
+        "fuse_norm needs an output norm and a gate to fuse, got output_norm='none'",
+    ),
+    ({"fuse_norm": True, "use_output_gate": False}, "fuse_norm needs .* use_output_gate=False"),
     ({"output_norm": "rms"}, "output_norm: got 'rms'; known: layer_norm, head_rms_norm, none"),
     ({"classifier_pooling": "max"}, "classifier_pooling: got 'max'"),
     ({"hidden_act": "sliu"}, "hidden_act: got 'sliu'; did you mean 'silu'"),

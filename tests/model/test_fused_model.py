@@ -26,6 +26,16 @@ def test_delta_model_on_the_kernels(interpret, name):
     assert max(errors.values()) < 1e-2, errors
 
 
+@needs_fla
+@pytest.mark.parametrize("name", ["linear", "gated_delta"])
+def test_norm_and_gate_on_the_kernel(interpret, name):
+    errors, kept = interpret("fused_norm_models", "compare", name)
+    assert max(errors.values()) < 1e-5, errors
+    fused, plain = kept
+    assert fused == 6  # o, gate and their product, a channel and token, in 16 bits
+    assert plain >= 12  # more where torch writes RMSNorm out
+
+
 @pytest.mark.parametrize("name", ["delta-no-conv", "gated_delta"])
 def test_delta_layers_run_the_forms_they_are_given(name, monkeypatch):
     calls = []

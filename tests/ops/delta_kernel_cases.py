@@ -23,7 +23,7 @@ def selftest(*cases: tuple, broken: bool = False) -> list[tuple[str, str, float,
         checks = delta_selftest.run_delta_selftest(
             torch.device("cpu"), tuple(delta_selftest.DeltaCase(*case) for case in cases)
         )
-    return [(check.case.mixer, check.name, check.error, check.passed) for check in checks]
+    return [(check.case.part, check.name, check.error, check.passed) for check in checks]
 
 
 def packed(lengths: list[int], gated: bool) -> dict[str, tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from nalaformer_hf.ops import dispatch, resolve_backend
 
 CUDA = torch.device("cuda", 0)
+NORMS = ("layer_norm", "head_rms_norm")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,9 @@ def fla(monkeypatch):
 )
 def test_fla_says_why_it_cannot_run(version, changes, words, monkeypatch):
     monkeypatch.setattr(dispatch, "fla_version", lambda: version)
-    reason = dispatch.why_not_fla(**{"device": CUDA, "dtype": torch.bfloat16, "key_width": 256, **changes})
+    reason = dispatch.why_not_fla_delta(
+        **{"device": CUDA, "dtype": torch.bfloat16, "key_width": 256, **changes}
+    )
     assert re.search(words, reason)
 
 
@@ -147,6 +150,39 @@ def test_delta_mixers_trust_their_own_selftest(fla, trust, monkeypatch, passed):
     assert len(caught) == (0 if passed else 2)
     assert all(words in str(w.message) for w, words in zip(caught, said, strict=False))
     assert [tuple(case) for case in cases] == [(gated, torch.bfloat16, 3, 32, 16) for gated in (False, True)]
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_fused_norms_trust_their_own_selftest(fla, trust, monkeypatch, passed):
+    cases = []
+
+    def selftest(device, tested):
+        cases.extend(tested)
+        return [trust.Check(tested[0], "dx", 1e-3 if passed else 1.0, 1.0)]
+
+    monkeypatch.setattr(trust, "run_norm_selftest", selftest)
+    x, gate = on_gpu(torch.float32, 48), on_gpu(torch.bfloat16, 48)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for norm in ("layer_norm", "head_rms_norm", "layer_norm"):
+            assert (dispatch.fused_gated_norm(x, gate, norm) is not None) == passed
+    said = [f"fuse_norm in torch: the kernels' self-test failed on this machine ({x} and gate" for x in NORMS]
+    assert [words in str(w.message) for w, words in zip(caught, said, strict=not passed)] == [True] * len(
+        caught
+    )
+    assert [tuple(case) for case in cases] == [(norm, torch.bfloat16, 48) for norm in NORMS]
+
+
+def test_fused_norms_say_why_they_run_in_torch(fla):
+    for x, gate, words in (
+        (on_gpu(torch.float32, 20_000), on_gpu(torch.float32, 20_000), "up to 16384 channels, got 20000"),
+        (on_gpu(torch.float64, 16), on_gpu(torch.float64, 16), "torch.float32, got torch.float64"),
+    ):
+        with pytest.warns(UserWarning, match=f"fuse_norm in torch: .*{words}"):
+            assert dispatch.fused_gated_norm(x, gate, "layer_norm") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.fused_gated_norm(torch.zeros(2, 8), torch.zeros(2, 8), "layer_norm") is None
 
 
 def test_an_error_of_earlier_work_is_no_result(trust, monkeypatch):

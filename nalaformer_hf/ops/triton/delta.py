@@ -35,7 +35,7 @@ def fla_delta_rule(
         cu_seqlens: (R + 1,) bounds of the sequences of one packed row, B = 1.
 
     Returns:
-        o (B, T, H, V) and the final state (B or R, H, K, V), in fp32.
+        o (B, T, H, V) in the dtype of v, and the final state (B or R, H, K, V) in fp32.
     """
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -44,10 +44,8 @@ def fla_delta_rule(
     bounds = None if cu_seqlens is None else cu_seqlens.to(v.device)
     options = {"cu_seqlens": bounds, **_options(initial_state)}
     if log_decay is None:
-        o, state = chunk_delta_rule(q, k, v, beta, **options)
-    else:
-        o, state = chunk_gated_delta_rule(q, k, v, log_decay, beta, **options)
-    return o.float(), state
+        return chunk_delta_rule(q, k, v, beta, **options)
+    return chunk_gated_delta_rule(q, k, v, log_decay, beta, **options)
 
 
 def fla_step_delta_rule(

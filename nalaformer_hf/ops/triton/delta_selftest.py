@@ -27,7 +27,7 @@ class DeltaCase(NamedTuple):
     V: int
 
     @property
-    def mixer(self) -> str:
+    def part(self) -> str:
         """Whose kernels it checks."""
         return "gated_delta" if self.gated else "delta"
 
@@ -37,7 +37,7 @@ class DeltaCase(NamedTuple):
         return ALLOWED[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.mixer}, {str(self.dtype)[6:]}, H={self.H}, K={self.K}, V={self.V}"
+        return f"{self.part}, {str(self.dtype)[6:]}, H={self.H}, K={self.K}, V={self.V}"
 
 
 FULL = (
@@ -85,7 +85,7 @@ def _run(rule, inputs: list[Tensor], grads: list[Tensor]) -> tuple[dict[str, Ten
     start = now(q.device)
     o, final = rule(q, k, v, beta, *log_decay, initial_state=state)
     middle = now(q.device)
-    gradients = torch.autograd.grad([o, final], leaves, grads)
+    gradients = torch.autograd.grad([o, final], leaves, [grads[0].to(o.dtype), grads[1]])
     times = 1e3 * (middle - start), 1e3 * (now(q.device) - middle)
     names = ("dq", "dk", "dv", "dbeta", "dS", "dlog_decay")
     return {"o": o, "S": final, **dict(zip(names, gradients, strict=False))}, times

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     V: int
 
     @property
-    def mixer(self) -> str:
+    def part(self) -> str:
         """Whose kernels it checks."""
         return "linear"
 

@@ -20,36 +20,44 @@ from ... import __version__
 from ...files import write_whole
 from ..dispatch import fla_version
 from .delta_selftest import DeltaCase, run_delta_selftest
+from .gated_norm import NormCase, run_norm_selftest
 from .selftest import QUICK, Case, Check, run_selftest
+
+AnyCase = Case | DeltaCase | NormCase
 
 untraced: Any = torch.compiler.disable  # reading a file is nothing to compile
 
 
 @untraced
-def why_not_trusted(device: torch.device, *cases: Case | DeltaCase) -> str | None:
-    """Why "auto" leaves a mixer's kernels out on this GPU, in words; None if they passed their self-test.
+def why_not_trusted(device: torch.device, *cases: AnyCase) -> str | None:
+    """Why "auto" leaves a part's kernels out on this GPU, in words; None if they passed their self-test.
 
     Args:
         device: The GPU.
-        cases: The calls of one mixer to test where no result is kept; none: those of `linear`.
+        cases: The calls of one part to test where no result is kept; none: those of `linear`.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _why_not_trusted(index, cases or QUICK)
 
 
 @cache
-def _why_not_trusted(index: int, cases: tuple[Case | DeltaCase, ...]) -> str | None:
-    device, mixer = torch.device("cuda", index), cases[0].mixer
-    path = record_path(device, mixer)
+def _why_not_trusted(index: int, cases: tuple[AnyCase, ...]) -> str | None:
+    device, part = torch.device("cuda", index), cases[0].part
+    path = record_path(device, part)
     if path.exists():
         failures = json.loads(path.read_text())["failures"]
     else:
         _wait(device)
-        run: Any = run_selftest if mixer == "linear" else run_delta_selftest
-        failures = record(device, mixer, run(device, cases))
+        failures = record(device, part, _run(device, cases))
     if not failures:
         return None
     return f"the kernels' self-test failed on this machine ({failures[0]}); `nalaformer doctor` says more"
+
+
+def _run(device: torch.device, cases: tuple[Any, ...]) -> list[Check]:
+    if isinstance(cases[0], Case):
+        return run_selftest(device, cases)
+    return (run_delta_selftest if isinstance(cases[0], DeltaCase) else run_norm_selftest)(device, cases)
 
 
 def _wait(device: torch.device) -> None:
@@ -62,10 +70,10 @@ def _wait(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def record(device: torch.device, mixer: str, checks: list[Check]) -> list[str]:
-    """Keeps the result of a mixer's self-test for the next process; returns the failures in words."""
+def record(device: torch.device, part: str, checks: list[Check]) -> list[str]:
+    """Keeps the result of a part's self-test for the next process; returns the failures in words."""
     failures = [f"{x.case}: {x.name} {x.message}".strip() for x in checks if not x.passed]
-    path = record_path(device, mixer)
+    path = record_path(device, part)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({**_facts(device), "failures": failures}, indent=1))
@@ -74,11 +82,11 @@ def record(device: torch.device, mixer: str, checks: list[Check]) -> list[str]:
     return failures
 
 
-def record_path(device: torch.device, mixer: str) -> Path:
-    """The file of this mixer, this device and these versions."""
+def record_path(device: torch.device, part: str) -> Path:
+    """The file of this part, this device and these versions."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()
-    return Path(home) / "nalaformer_hf" / f"selftest-{mixer}-{digest[:16]}.json"
+    return Path(home) / "nalaformer_hf" / f"selftest-{part}-{digest[:16]}.json"
 
 
 def _facts(device: torch.device) -> dict[str, str]:
