@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # A state is kept for the backward at each segment: with fewer chunks the states would outweigh q, k and v.
 MIN_SEGMENT_CHUNKS = 8
@@ -63,13 +64,26 @@ class ChunkLayout:
         return chunk == self.num_chunks - 1 or self.starts_sequence(chunk + 1)
 
 
+def bounds_on_host(bounds: Tensor) -> list[int]:
+    """The numbers of a tensor of bounds; where layers share it, only the first one waits for the GPU."""
+    if bounds.device.type == "cpu" or bounds.is_inference() or torch.compiler.is_compiling():
+        return bounds.tolist()
+    known = _on_host.get(bounds)
+    if known is None or known[0] != bounds._version:
+        known = _on_host[bounds] = (bounds._version, bounds.tolist())
+    return known[1]
+
+
+_on_host: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a tensor's version and numbers
+
+
 def chunk_layout(num_tokens: int, chunk_size: int, cu_seqlens: Tensor | None = None) -> ChunkLayout:
     """The layout of `num_tokens` tokens: one sequence a row, or those that `cu_seqlens` (S + 1,) cuts out."""
     if cu_seqlens is None:
         chunk_size = min(chunk_size, num_tokens)
         num_chunks = -(-num_tokens // chunk_size)
         return ChunkLayout(num_tokens, chunk_size, (0,) * num_chunks, (num_tokens,))
-    bounds = cu_seqlens.tolist()
+    bounds = bounds_on_host(cu_seqlens)
     lengths = tuple(end - start for start, end in pairwise(bounds))
     chunk_size = min(chunk_size, max(lengths))
     owners: list[int] = []

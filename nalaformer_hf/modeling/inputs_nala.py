@@ -14,6 +14,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import TransformersKwargs
 
+from .chunking_nala import bounds_on_host
 from .config_base_nala import nearest
 
 # The library's own, and those of its losses.
@@ -234,6 +235,6 @@ def check_bounds(name: str, bounds: Tensor, num_tokens: int) -> None:
         raise TypeError(f"{name} must be int32 or int64, got {bounds.dtype}.")
     if bounds.ndim != 1 or len(bounds) < 2:
         raise ValueError(f"{name} must be (sequences + 1,), at least two, got shape {tuple(bounds.shape)}.")
-    values = bounds.tolist()
+    values = bounds_on_host(bounds)
     if values[0] != 0 or values[-1] != num_tokens or values != sorted(values):
         raise ValueError(f"{name} must rise from 0 to the {num_tokens} tokens, got {values}.")

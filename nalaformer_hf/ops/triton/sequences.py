@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from ...modeling.chunking_nala import bounds_on_host
 
 
 class Sequences(NamedTuple):
@@ -38,8 +41,8 @@ def cut_sequences(
         num_chunks, longest = batch * triton.cdiv(num_tokens, chunk_size), num_tokens
     else:
         bounds = cu_seqlens.to(device, torch.int64)
-        lengths = bounds.diff()
-        num_chunks, longest = torch.stack((_num_chunks(lengths, chunk_size).sum(), lengths.max())).tolist()
+        lengths = [end - start for start, end in pairwise(bounds_on_host(cu_seqlens))]
+        num_chunks, longest = sum(_num_chunks(n, chunk_size) for n in lengths), max(lengths)
     counts = _num_chunks(bounds.diff(), chunk_size)
     first_chunks = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     sequences = torch.arange(len(counts), device=device)
@@ -48,5 +51,6 @@ def cut_sequences(
     return Sequences(bounds, bounds[owners] + places * chunk_size, owners, first_chunks, longest)
 
 
-def _num_chunks(lengths: Tensor, chunk_size: int) -> Tensor:
+def _num_chunks(lengths, chunk_size: int):
+    """Of a number or of a tensor of them."""
     return (lengths + chunk_size - 1) // chunk_size
