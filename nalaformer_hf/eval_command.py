@@ -98,6 +98,8 @@ def _eval_table(arguments: argparse.Namespace) -> int:
     need("eval")
     from nalaformer_hf.eval.comparison import draw, read_results, to_markdown
 
+    if arguments.output is not None and arguments.output.name in ("", ".."):
+        raise ConfigError(f"--output must be a file's name without its ending, got {arguments.output}")
     rows = [read_results(path) for path in arguments.results]
     table = to_markdown(rows)
     write(table)

@@ -85,6 +85,12 @@ class NaLaLM(Backend):
                 "" if getattr(self.config, "is_causal", True) else " with is_causal=False",
             )
 
+    def _create_model(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._create_model(*args, **kwargs)
+        except TypeError as error:  # of an argument that neither the model nor its config knows
+            raise ValueError(f"model_args: {error}") from error
+
     @property
     def max_length(self) -> int:
         """Tokens that an input is cut to: what was asked for, or no limit."""

@@ -15,8 +15,16 @@ from lm_eval.tasks import TaskManager
 
 from nalaformer_hf.training.errors import ConfigError
 
-# Folders of lm-eval with the definitions; looking through all of them takes ten seconds.
-DEFINITIONS = ("arc", "hellaswag", "lambada", "piqa", "wikitext", "winogrande")
+# Folders of lm-eval with the definitions, and what those read of a record, whose tasks are named like the
+# folder. Looking through all of lm-eval's folders takes ten seconds.
+DEFINITIONS = {
+    "arc": ("question", "choices", "answerKey"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    "lambada": ("text",),
+    "piqa": ("goal", "sol1", "sol2", "label"),
+    "wikitext": ("page",),
+    "winogrande": ("sentence", "option1", "option2", "answer"),
+}
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,7 @@ def write_local_tasks(data_dir: Path, folder: Path) -> list[str]:
 
     Raises:
         ConfigError: A folder is not named like a known task, its task's evaluated split is missing, or a file
-            has no items or a line that is none.
+            has no items, or a line that is none or lacks a field.
     """
     if not data_dir.is_dir():
         raise ConfigError(f"--data-dir must be a folder, got {data_dir}")
@@ -65,8 +73,9 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
     if not files[evaluated].is_file():
         raise ConfigError(f"--data-dir: {name} is evaluated on {files[evaluated]}, which is missing")
     present = {split: str(path.resolve()) for split, path in files.items() if path.is_file()}
+    fields = next(fields for folder, fields in DEFINITIONS.items() if name.startswith(folder))
     for file in present.values():
-        _check_items(Path(file))
+        _check_items(Path(file), fields)
     return {
         "include": path,
         "task": name,
@@ -77,8 +86,8 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
     }
 
 
-def _check_items(path: Path) -> None:
-    """Refuses a file without items, or with a line that is none."""
+def _check_items(path: Path, fields: tuple[str, ...]) -> None:
+    """Refuses a file without items, or with a line that is none or lacks one of the fields."""
     count = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -90,6 +99,8 @@ def _check_items(path: Path) -> None:
                 item = None
             if not isinstance(item, dict):
                 raise ConfigError(f"--data-dir: line {number} of {path} is no record: {line[:60]!r}")
+            if missing := [name for name in fields if item.get(name) is None]:
+                raise ConfigError(f"--data-dir: line {number} of {path} has no {missing[0]!r}")
             count += 1
     if not count:
         raise ConfigError(f"--data-dir: {path} has no items")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, Image, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from pyarrow.compute import call_function
 
 from nalaformer_hf.training import listops, lra_items, pathfinder
 from nalaformer_hf.training.errors import ConfigError
@@ -198,9 +199,17 @@ def _select_columns(data: LRADataSection, rows: Dataset) -> Dataset:
     for name in wanted:
         if name != "label" and not is_sequence(kind := rows.features[name]):
             raise ConfigError(f"data.source: the column {name} must hold {data.task} items, got {kind}")
-        if missing := rows.data.column(name).null_count:
+        if missing := _count_missing(rows.data.column(name), _is_text(rows.features[name])):
             raise ConfigError(f"data.source: {missing} rows have nothing in the column {name}")
     return rows.select_columns(list(wanted))
+
+
+def _count_missing(column: Any, is_text: bool) -> int:
+    """How many values are null or an empty text."""
+    if not is_text:
+        return column.null_count
+    lengths = call_function("binary_length", [column]).fill_null(0)
+    return int(np.count_nonzero(lengths.to_numpy() == 0))
 
 
 def _is_image(kind: object) -> bool:

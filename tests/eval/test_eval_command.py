@@ -34,6 +34,9 @@ def test_eval_lm_prints_lm_evals_table_and_writes_its_file(checkpoint, tmp_path,
     assert cli.main(["eval", "table", str(file), "--output", str(tmp_path / "table-0.1")]) == 0
     assert (tmp_path / "table-0.1.md").read_text() == capsys.readouterr().out
     assert (tmp_path / "table-0.1.png").exists()
+    for folder in (".", ".."):
+        assert cli.main(["eval", "table", str(file), "--output", folder]) == 1
+        assert f"--output must be a file's name without its ending, got {folder}" in capsys.readouterr().err
 
 
 def test_a_folder_without_items_is_refused_in_a_sentence(checkpoint, tmp_path, capsys):
@@ -41,6 +44,13 @@ def test_a_folder_without_items_is_refused_in_a_sentence(checkpoint, tmp_path, c
         cli.main(["eval", "lm", "--model", checkpoint, "--data-dir", str(tmp_path), "--tasks", "piqa"]) == 1
     )
     assert "has no files named like piqa/validation.jsonl" in capsys.readouterr().err
+
+
+def test_unknown_model_args_are_refused_in_a_sentence(checkpoint, capsys):
+    command = ["eval", "lm", "--model", checkpoint, "--tasks", "piqa", "--model_args", "foo=1"]
+    assert cli.main(command) == 1
+    assert "model_args: " in (error := capsys.readouterr().err)
+    assert "unexpected keyword argument 'foo'" in error
 
 
 def test_two_folders_of_definitions_are_refused(checkpoint, tmp_path, capsys):

@@ -78,6 +78,8 @@ def test_bad_folders_are_refused_in_words(data_dir, tmp_path):
         ("\n\n", "has no items"),
         (json.dumps(PIQA) + '\n{"goal": "half', "line 2 of .* is no record"),
         ("[1, 2]", "line 1 of .* is no record"),
+        (json.dumps(PIQA) + '\n{"goal": "To cool it,", "label": 0}', "line 2 of .* has no 'sol1'"),
+        (json.dumps(PIQA | {"label": None}), "line 1 of .* has no 'label'"),
     ],
 )
 def test_files_without_records_are_refused(data_dir, tmp_path, text, message):

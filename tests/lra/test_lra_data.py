@@ -163,6 +163,7 @@ def test_sources_that_do_not_fit_are_refused(tmp_path):
     ("last_line", "message"),
     [
         ('{"text": null, "label": 0}', "1 rows have nothing in the column text"),
+        ('{"text": "", "label": 0}', "1 rows have nothing in the column text"),
         ('{"text": "x", "label": null}', "1 rows have nothing in the column label"),
         ('{"text": "x", "la', "data.source .*: "),
     ],
@@ -173,6 +174,14 @@ def test_items_that_are_not_whole_are_refused(tmp_path, last_line, message):
         file.write(last_line + "\n")
     with pytest.raises(ConfigError, match=message):
         load_splits(LRADataSection(task="text", source=source))
+
+
+def test_a_pair_that_is_cut_short_is_refused(tmp_path):
+    source = write_pairs(tmp_path / "pairs")
+    with (tmp_path / "pairs" / "new_aan_pairs.test.tsv").open("a") as file:
+        file.write("1.0\tP9\tQ9\thalf a")
+    with pytest.raises(ConfigError, match="1 rows have nothing in the column text2"):
+        load_splits(LRADataSection(task="retrieval", source=source))
 
 
 def test_items_of_another_type_are_refused(tmp_path):
