@@ -242,7 +242,8 @@ def test_a_result_that_cannot_be_read_is_made_again(trust, monkeypatch, error):
             patch.setattr(trust.Path, "stat", mock.Mock(side_effect=error))
             patch.setattr(trust.Path, "read_text", mock.Mock(side_effect=error))
             patch.setattr(trust.Path, "mkdir", mock.Mock(side_effect=error))
-        with nullcontext() if error is None else pytest.warns(UserWarning, match="again .* Permission denied"):
+        said = pytest.warns(UserWarning, match="again .* Permission denied")
+        with nullcontext() if error is None else said:
             assert resolve_backend("auto", device=CUDA) == "triton"
     assert runs == [CUDA]
 
