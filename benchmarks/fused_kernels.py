@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nalaformer_hf.modeling.feature_maps_nala import FeatureSpec, map_features
 from nalaformer_hf.ops import nala_attention
+from nalaformer_hf.ops.dispatch import fla_version
 from nalaformer_hf.ops.triton.selftest import FULL, TOY, run_selftest
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -98,12 +99,16 @@ def _now(device: str) -> float:
 
 def facts(device: str) -> dict[str, str]:
     """What every row of the results says of its making."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    here = Path(__file__).parent  # not the folder that the script is started in
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True
+    ).stdout
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, interpreted"
     return {
         "device": name,
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "fla-core": fla_version() or "none",
         "commit": commit.strip(),
     }
 

@@ -19,6 +19,7 @@ def test_benchmark_runs_in_the_interpreter(tmp_path):
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *shapes, "--repeats", "1", "--output", str(tmp_path)],
         env=environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )
@@ -29,4 +30,5 @@ def test_benchmark_runs_in_the_interpreter(tmp_path):
         (name, T, B) for T, B in (("16", "2"), ("33", "1")) for name in ("kernels", "torch", "sdpa")
     ]
     assert all(float(row[name]) > 0 for row in rows for name in ("forward", "backward", "both"))
+    assert all(row[name] for row in rows for name in ("device", "torch", "triton", "fla-core", "commit"))
     assert (tmp_path / "results.png").stat().st_size > 0

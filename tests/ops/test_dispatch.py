@@ -4,7 +4,9 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -216,6 +218,34 @@ def test_a_read_only_cache_is_said(trust, monkeypatch, tmp_path):
     monkeypatch.setattr(trust, "run_selftest", lambda device, cases: [])
     with pytest.warns(UserWarning, match="will run again in the next process"):
         assert resolve_backend("auto", device=CUDA) == "triton"
+
+
+def test_without_a_home_the_selftest_runs_each_time(trust, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(trust.Path, "home", home)
+    monkeypatch.setattr(trust, "run_selftest", lambda device, cases: [])
+    with pytest.warns(UserWarning, match="next process: there is no home directory; set HOME"):
+        assert resolve_backend("auto", device=CUDA) == "triton"
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), None])
+def test_a_result_that_cannot_be_read_is_made_again(trust, monkeypatch, error):
+    runs, path = [], trust.record_path(CUDA, "linear")
+    path.parent.mkdir()
+    path.write_text("")
+    monkeypatch.setattr(trust, "run_selftest", lambda device, cases: runs.append(device) or [])
+    with monkeypatch.context() as patch:
+        if error is not None:  # as in the home of another user
+            patch.setattr(trust.Path, "stat", mock.Mock(side_effect=error))
+            patch.setattr(trust.Path, "read_text", mock.Mock(side_effect=error))
+            patch.setattr(trust.Path, "mkdir", mock.Mock(side_effect=error))
+        said = pytest.warns(UserWarning, match="again .* Permission denied")
+        with nullcontext() if error is None else said:
+            assert resolve_backend("auto", device=CUDA) == "triton"
+    assert runs == [CUDA]
 
 
 def test_importing_the_package_leaves_triton_alone():

@@ -31,6 +31,9 @@ def test_it_sets_its_own_modes():
     [
         (RuntimeError("CUDA error: no kernel image"), False),
         (CalledProcessError(1, ["gcc"]), False),
+        (PermissionError(13, "Permission denied: '/.triton'"), False),
+        (ImportError("cannot import name 'chunk_delta_rule'"), False),
+        (TypeError("got an unexpected keyword argument 'scale'"), False),
         (torch.OutOfMemoryError("full"), True),
     ],
 )

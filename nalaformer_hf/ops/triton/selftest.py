@@ -29,6 +29,11 @@ F32 = torch.float32  # named everywhere, since the process may have another defa
 ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
+# What kernels raise that do not fit a machine: CalledProcessError comes of a C compiler, OSError of a cache
+# folder of Triton that cannot be written, the last two of an fla whose functions have changed.
+KERNEL_ERRORS = (TritonError, RuntimeError, CalledProcessError, OSError, ImportError, TypeError)
+
+
 class Case(NamedTuple):
     """A call to check."""
 
@@ -111,7 +116,7 @@ def collect(
                 checks += check(case, device)
         except torch.OutOfMemoryError:
             raise
-        except (TritonError, RuntimeError, CalledProcessError) as error:  # the last: of a C compiler
+        except KERNEL_ERRORS as error:
             first_line = str(error).strip().split("\n")[0]
             checks.append(
                 Check(case, "compilation or launch", math.inf, 0.0, f"{type(error).__name__}: {first_line}")

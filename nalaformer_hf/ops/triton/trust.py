@@ -43,15 +43,21 @@ def why_not_trusted(device: torch.device, *cases: AnyCase) -> str | None:
 @cache
 def _why_not_trusted(index: int, cases: tuple[AnyCase, ...]) -> str | None:
     device, part = torch.device("cuda", index), cases[0].part
-    path = record_path(device, part)
-    if path.exists():
-        failures = json.loads(path.read_text())["failures"]
-    else:
+    failures = _kept(device, part)
+    if failures is None:
         _wait(device)
         failures = record(device, part, _run(device, cases))
     if not failures:
         return None
     return f"the kernels' self-test failed on this machine ({failures[0]}); `nalaformer doctor` says more"
+
+
+def _kept(device: torch.device, part: str) -> list[str] | None:
+    """The failures on file; None where there is no file to read, so that the self-test has to run."""
+    try:
+        return json.loads(record_path(device, part).read_text())["failures"]
+    except (OSError, json.JSONDecodeError):
+        return None
 
 
 def _run(device: torch.device, cases: tuple[Any, ...]) -> list[Check]:
@@ -73,8 +79,8 @@ def _wait(device: torch.device) -> None:
 def record(device: torch.device, part: str, checks: list[Check]) -> list[str]:
     """Keeps the result of a part's self-test for the next process; returns the failures in words."""
     failures = [f"{x.case}: {x.name} {x.message}".strip() for x in checks if not x.passed]
-    path = record_path(device, part)
     try:
+        path = record_path(device, part)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({**_facts(device), "failures": failures}, indent=1))
     except OSError as error:
@@ -83,10 +89,22 @@ def record(device: torch.device, part: str, checks: list[Check]) -> list[str]:
 
 
 def record_path(device: torch.device, part: str) -> Path:
-    """The file of this part, this device and these versions."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The file of this part, this device and these versions.
+
+    Raises:
+        OSError: The user has no home directory, nor XDG_CACHE_HOME.
+    """
     digest = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()
-    return Path(home) / "nalaformer_hf" / f"selftest-{part}-{digest[:16]}.json"
+    return _cache_home() / "nalaformer_hf" / f"selftest-{part}-{digest[:16]}.json"
+
+
+def _cache_home() -> Path:
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:  # a container's user without a name
+        raise OSError("there is no home directory; set HOME or XDG_CACHE_HOME") from error
 
 
 def _facts(device: torch.device) -> dict[str, str]:
