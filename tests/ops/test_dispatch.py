@@ -206,11 +206,15 @@ def test_an_error_of_earlier_work_is_no_result(trust, monkeypatch):
     assert resolve_backend("auto", device=CUDA) == "triton"
 
 
-def test_a_failure_keeps_its_message(trust, monkeypatch):
+def test_a_failure_keeps_its_message_and_no_file(trust, monkeypatch):
+    trust.record(CUDA, "linear", [trust.Check(trust.QUICK[0], "o", 0.0, 1.0)])
+    assert trust.record_path(CUDA, "linear").exists()
+    trust.record_path(CUDA, "linear").write_text("")  # as if it had never been finished
     check = trust.Check(trust.QUICK[0], "compilation or launch", float("inf"), 0.0, "no C compiler")
     monkeypatch.setattr(trust, "run_selftest", lambda device, cases: [check])
     with pytest.warns(UserWarning, match="compilation or launch no C compiler"):
         assert resolve_backend("auto", device=CUDA) == "torch"
+    assert not trust.record_path(CUDA, "linear").exists()  # a compiler may be installed by the next process
 
 
 def test_a_read_only_cache_is_said(trust, monkeypatch, tmp_path):

@@ -29,8 +29,8 @@ F32 = torch.float32  # named everywhere, since the process may have another defa
 ALLOWED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-# What kernels raise that do not fit a machine: CalledProcessError comes of a C compiler, OSError of a cache
-# folder of Triton that cannot be written, the last two of an fla whose functions have changed.
+# What kernels raise that do not fit a machine: CalledProcessError comes from a C compiler, OSError from
+# Triton's cache where it cannot be written, the last two from an fla whose functions have changed.
 KERNEL_ERRORS = (TritonError, RuntimeError, CalledProcessError, OSError, ImportError, TypeError)
 
 

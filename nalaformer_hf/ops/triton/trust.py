@@ -77,10 +77,16 @@ def _wait(device: torch.device) -> None:
 
 
 def record(device: torch.device, part: str, checks: list[Check]) -> list[str]:
-    """Keeps the result of a part's self-test for the next process; returns the failures in words."""
+    """Keeps the result of a part's self-test for the next process; returns the failures in words.
+
+    A test that raised is not kept: what was wrong (no compiler, a full disk) may be mended by then.
+    """
     failures = [f"{x.case}: {x.name} {x.message}".strip() for x in checks if not x.passed]
     try:
         path = record_path(device, part)
+        path.unlink(missing_ok=True)
+        if any(check.message for check in checks):
+            return failures
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({**_facts(device), "failures": failures}, indent=1))
     except OSError as error:
@@ -112,7 +118,7 @@ def _facts(device: torch.device) -> dict[str, str]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": f"{properties.name}, {properties.major}.{properties.minor}",
-        "driver": str(torch.version.cuda or torch.version.hip),
+        "runtime": str(torch.version.cuda or torch.version.hip),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "fla-core": fla_version() or "none",
