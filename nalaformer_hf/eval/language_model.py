@@ -85,6 +85,10 @@ class NaLaLM(Backend):
                 "" if getattr(self.config, "is_causal", True) else " with is_causal=False",
             )
 
+    def _get_backend(self, config: Any, backend: str = "default", **kwargs: Any) -> None:
+        is_nala = getattr(config, "model_type", None) == "nala"  # which lm-eval warns that it does not know
+        super()._get_backend(config, "causal" if is_nala and backend == "default" else backend, **kwargs)
+
     def _create_model(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._create_model(*args, **kwargs)

@@ -19,6 +19,8 @@ def checkpoint(tmp_path):
 
 def test_eval_lm_prints_lm_evals_table_and_writes_its_file(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    warnings: list[str] = []
+    monkeypatch.setattr("lm_eval.models.huggingface.eval_logger.warning", warnings.append)
     (tmp_path / "data/piqa").mkdir(parents=True)
     (tmp_path / "data/piqa/validation.jsonl").write_text("\n".join([json.dumps(ITEM)] * 3))
     command = ["eval", "lm", "--model", checkpoint, "--data-dir", str(tmp_path / "data")]
@@ -26,6 +28,7 @@ def test_eval_lm_prints_lm_evals_table_and_writes_its_file(checkpoint, tmp_path,
     assert cli.main([*command, *flags]) == 0
     printed = capsys.readouterr().out
     assert "|Tasks|Version|Filter|n-shot| Metric |" in printed
+    assert not warnings  # such as that of a type of model that lm-eval does not know
     (file,) = (tmp_path / "out").rglob("results_*.json")
     content = json.loads(file.read_text())
     assert content["config"]["model_args"] == {"pretrained": checkpoint, "state_reuse": True}
