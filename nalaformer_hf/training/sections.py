@@ -92,6 +92,8 @@ class RunConfig:
             arguments = TrainingArguments(**self.train)
         except ValueError as error:
             raise ConfigError(f"train: {error}") from error
+        if arguments.device.type == "cpu":  # where it does nothing but draw a warning
+            arguments.dataloader_pin_memory = False
         if self._samples is not None:
             at_once = arguments.train_batch_size * arguments.world_size
             if self._samples % at_once:
