@@ -30,5 +30,7 @@ def test_benchmark_runs_in_the_interpreter(tmp_path):
         (name, T, B) for T, B in (("16", "2"), ("33", "1")) for name in ("kernels", "torch", "sdpa")
     ]
     assert all(float(row[name]) > 0 for row in rows for name in ("forward", "backward", "both"))
-    assert all(row[name] for row in rows for name in ("device", "torch", "triton", "fla-core", "commit"))
+    assert all(row[name] for row in rows for name in ("device", "torch", "triton", "fla-core"))
+    if (SCRIPT.parent.parent / ".git").exists():
+        assert all(row["commit"] for row in rows)
     assert (tmp_path / "results.png").stat().st_size > 0
