@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nalaformer_hf import __version__
 from nalaformer_hf.analyze_command import add_analyze
-from nalaformer_hf.console import need, say, write
+from nalaformer_hf.console import need, need_models, say, write
 from nalaformer_hf.eval_command import add_eval
 from nalaformer_hf.training.errors import ConfigError
 
@@ -29,9 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, arguments.more = parser.parse_known_args(argv)
+    if "overrides" in arguments and not any(word.startswith("-") for word in arguments.more):
+        arguments.overrides += arguments.more  # argparse takes only the first group of them
+        arguments.more = []
     if arguments.more and not arguments.passes_more:
         parser.error(f"unrecognized arguments: {' '.join(arguments.more)}")
     try:
+        need_models(getattr(arguments, "model", None))
         return arguments.run(arguments)
     except KeyboardInterrupt:
         return say("nalaformer: interrupted", INTERRUPTED)

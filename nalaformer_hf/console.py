@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from nalaformer_hf.training.errors import ConfigError
 
@@ -25,6 +27,20 @@ def need(extra: str) -> None:
             f"this command needs {', '.join(missing)}, which are not installed:"
             f" pip install 'nalaformer-hf[{extra}]'"
         )
+
+
+def need_models(names: str | Sequence[str] | None) -> None:
+    """Refuse a folder that does not exist, or that is a run's where its model is wanted.
+
+    Raises:
+        ConfigError: A name of `--model` is such a folder; a name on the Hub may be any `name` or `user/name`.
+    """
+    for name in [names] if isinstance(names, str) else names or ():
+        path = Path(name)
+        if not (path / "config.json").is_file() and (path / "model" / "config.json").is_file():
+            raise ConfigError(f"--model {name} is the folder of a run; its model is {path / 'model'}")
+        if not path.exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
+            raise ConfigError(f"--model {name}: there is no such folder")
 
 
 def write(text: str) -> None:

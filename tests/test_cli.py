@@ -120,8 +120,17 @@ def test_train_lm_stops_resumes_and_reports(tmp_path, capsys, monkeypatch):
     assert f"stopped at {tmp_path / 'run' / 'checkpoint-2'}; --resume goes on" in capsys.readouterr().err
     assert cli.main(command) == 1
     assert "holds a run: resume it" in capsys.readouterr().err
-    assert cli.main([*command, "--resume"]) == 0
+    assert cli.main([*command, "--resume", "train.logging_steps=3"]) == 0  # overrides on both sides
     assert f"{tmp_path / 'run' / 'model'}: " in capsys.readouterr().err
+    for model, message in (
+        (tmp_path / "run", f"is the folder of a run; its model is {tmp_path / 'run' / 'model'}"),
+        (tmp_path / "nowhere", "there is no such folder"),
+    ):
+        assert cli.main(["generate", "--model", str(model), "--prompt", "x"]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--resumee", "train.logging_steps=3"])
+    assert "unrecognized arguments: --resumee" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ def broken(checkpoints, tmp_path_factory) -> dict[str, str]:
         ("bad field", "rms_norm_eps must be finite and positive, got -1"),
         ("empty", "cannot be loaded from"),
         ("vision", "cannot be loaded from"),
-        ("absent", "cannot be loaded from"),
+        ("absent", "there is no such folder"),
     ],
 )
 def test_what_is_no_language_model_is_a_sentence(broken, command, name, message, capsys, tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs of `train_lm` on a tiny text: exact evaluation, checkpoints, interruption, resume."""
 
 import json
+import logging
 import math
 import random
 import signal
@@ -268,9 +269,11 @@ def test_label_smoothing_shifts_the_labels(tmp_path, model):
     torch.testing.assert_close(loss, expected)
 
 
-def test_runs_are_not_mixed_up(text, tmp_path):
+def test_runs_are_not_mixed_up(text, tmp_path, caplog):
     config = configure(text, tmp_path / "run")
-    train_lm(config)
+    with caplog.at_level(logging.WARNING):
+        train_lm(config, resume=True)
+    assert f"train.output_dir {tmp_path / 'run'} holds no run to resume: it begins here" in caplog.text
     with pytest.raises(ConfigError, match="holds a run: resume it, or name another folder"):
         train_lm(config)
     with pytest.raises(

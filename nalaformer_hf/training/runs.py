@@ -1,6 +1,7 @@
 """What every training run does: open its folder, train to the end or to a signal, note the result."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from nalaformer_hf.training.sections import RunConfig
 CONFIG_FILE = "config.yaml"
 RESULT_FILE = "result.json"
 MODEL_DIR = "model"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def _open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Seq
             shutil.rmtree(folder / name, ignore_errors=True)
     elif noted.is_file():
         _check_same_run(OmegaConf.to_container(OmegaConf.load(noted)), config.to_dict(), kept)
+    else:
+        logger.warning("train.output_dir %s holds no run to resume: it begins here", folder)
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(config.to_dict()), noted)
 
