@@ -27,8 +27,12 @@ def run_harness(
     Raises:
         ConfigError: What lm-eval refuses, such as an unknown task, or a folder without items.
     """
-    if data_dir is not None and any(flag.split("=")[0] == "--include_path" for flag in flags):
-        raise ConfigError("--data-dir and --include_path exclude each other: lm-eval takes one such folder")
+    for flag, reason in (
+        ("--include_path", "lm-eval takes one such folder"),
+        ("--cache_requests", "lm-eval finds kept requests by the task's name, whatever its items are"),
+    ):
+        if data_dir is not None and any(given.split("=")[0] == flag for given in flags):
+            raise ConfigError(f"--data-dir and {flag} exclude each other: {reason}")
     model_args = {"pretrained": model, "state_reuse": state_reuse}
     command = ["lm-eval", "run", "--model", NAME, "--model_args", json.dumps(model_args), *flags]
     with tempfile.TemporaryDirectory() as folder:

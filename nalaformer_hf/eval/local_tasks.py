@@ -6,8 +6,9 @@ The folder has one folder per task, with a file per split in the records of the 
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lm_eval.tasks
 import yaml
@@ -15,15 +16,55 @@ from lm_eval.tasks import TaskManager
 
 from nalaformer_hf.training.errors import ConfigError
 
+Record = dict[str, Any]
+
+
+class Field(NamedTuple):
+    """A field that a definition reads: what it takes, in words, and whether a value of a record is that."""
+
+    wanted: str
+    fits: Callable[[Any, Record], bool]
+
+
+def _one_of(*values: Any) -> Field:
+    return Field(f"one of {', '.join(map(repr, values))}", lambda value, _: value in values)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _are_choices(value: Any, _: Record) -> bool:
+    if not isinstance(value, dict):
+        return False
+    texts, labels = value.get("text", ()), value.get("label", ())
+    return _are_texts(texts) and _are_texts(labels) and len(texts) == len(labels)
+
+
+_TEXT = Field("a text", lambda value, _: isinstance(value, str))
+_WORDS = Field("a text that is not empty", lambda value, _: isinstance(value, str) and bool(value.strip()))
+
 # Folders of lm-eval with the definitions, and what those read of a record, whose tasks are named like the
 # folder. Looking through all of lm-eval's folders takes ten seconds.
-DEFINITIONS = {
-    "arc": ("question", "choices", "answerKey"),
-    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-    "lambada": ("text",),
-    "piqa": ("goal", "sol1", "sol2", "label"),
-    "wikitext": ("page",),
-    "winogrande": ("sentence", "option1", "option2", "answer"),
+DEFINITIONS: dict[str, dict[str, Field]] = {
+    "arc": {
+        "question": _TEXT,
+        "choices": Field("{'text': [...], 'label': [...]}, as many texts as labels", _are_choices),
+        "answerKey": Field("a label of its choices", lambda key, record: key in record["choices"]["label"]),
+    },
+    "hellaswag": {
+        **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), _TEXT),
+        "endings": Field("a list of four texts", lambda value, _: _are_texts(value) and len(value) == 4),
+        "label": _one_of("0", "1", "2", "3", 0, 1, 2, 3),
+    },
+    "lambada": {"text": _WORDS},
+    "piqa": {**dict.fromkeys(("goal", "sol1", "sol2"), _TEXT), "label": _one_of(0, 1)},
+    "wikitext": {"page": _WORDS},
+    "winogrande": {
+        "sentence": Field("a text with a _", lambda value, _: isinstance(value, str) and "_" in value),
+        **dict.fromkeys(("option1", "option2"), _TEXT),
+        "answer": _one_of("1", "2"),
+    },
 }
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
@@ -44,7 +85,7 @@ def write_local_tasks(data_dir: Path, folder: Path) -> list[str]:
 
     Raises:
         ConfigError: A folder is not named like a known task, its task's evaluated split is missing, or a file
-            has no items, or a line that is none or lacks a field.
+            has no items, or a line that is none, or lacks a field or has a wrong value there.
     """
     if not data_dir.is_dir():
         raise ConfigError(f"--data-dir must be a folder, got {data_dir}")
@@ -86,8 +127,8 @@ def _local_definition(name: str, own: dict[str, Any], path: str, data: Path) -> 
     }
 
 
-def _check_items(path: Path, fields: tuple[str, ...]) -> None:
-    """Refuses a file without items, or with a line that is none or lacks one of the fields."""
+def _check_items(path: Path, fields: dict[str, Field]) -> None:
+    """Refuses a file without items, or with a line that is none or does not have what the fields want."""
     count = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -99,8 +140,13 @@ def _check_items(path: Path, fields: tuple[str, ...]) -> None:
                 item = None
             if not isinstance(item, dict):
                 raise ConfigError(f"--data-dir: line {number} of {path} is no record: {line[:60]!r}")
-            if missing := [name for name in fields if item.get(name) is None]:
-                raise ConfigError(f"--data-dir: line {number} of {path} has no {missing[0]!r}")
+            for name, field in fields.items():
+                if (value := item.get(name)) is None:
+                    raise ConfigError(f"--data-dir: line {number} of {path} has no {name!r}")
+                if not field.fits(value, item):
+                    raise ConfigError(
+                        f"--data-dir: line {number} of {path}: {name!r} must be {field.wanted}, got {value!r}"
+                    )
             count += 1
     if not count:
         raise ConfigError(f"--data-dir: {path} has no items")

@@ -13,10 +13,21 @@ from omegaconf import OmegaConf
 
 from nalaformer_hf.training.errors import ConfigError
 from nalaformer_hf.training.lra_tasks import LRA_TASKS, LRATask
-from nalaformer_hf.training.runs import CONFIG_FILE, RESULT_FILE, changed_options
+from nalaformer_hf.training.runs import RESULT_FILE, changed_options, read_noted_config
 
 NAMES = {"nala": "NaLa", "elu": "1 + ELU", "softmax": "softmax"}
 TITLES = [task.title for task in LRA_TASKS.values()]
+
+# What the tables read of a result.
+_KINDS = {
+    "attention": str,
+    "seed": int,
+    "max_length": int,
+    "sizes": list,
+    "accuracy": float,
+    "num_parameters": int,
+    "steps": int,
+}
 
 # Why a score is not comparable with the published ones, by its mark in the table.
 NOTES = {
@@ -77,7 +88,7 @@ def read_run(folder: Path) -> LRARun:
         folder: The `train.output_dir` of a finished run.
 
     Raises:
-        ConfigError: The folder holds no finished run of `nalaformer train lra`.
+        ConfigError: The folder holds no finished run of `nalaformer train lra`, or a damaged file.
     """
     try:
         result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
@@ -85,9 +96,19 @@ def read_run(folder: Path) -> LRARun:
         raise ConfigError(f"{folder} must hold a finished run: it has no {RESULT_FILE}") from error
     except ValueError as error:
         raise ConfigError(f"{folder / RESULT_FILE} is no JSON: {error}") from error
-    if not isinstance(result, dict) or result.get("task") not in LRA_TASKS:
+    if not isinstance(result, dict) or result.get("task") not in list(LRA_TASKS):
         raise ConfigError(f"{folder} must hold a run of train lra, got one of another kind")
-    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE))
+    for name, kind in _KINDS.items():
+        if not isinstance(result.get(name), kind):
+            raise ConfigError(
+                f"{folder / RESULT_FILE} must have {name} as measured, got {result.get(name)!r}"
+            )
+    if result["attention"] not in NAMES:
+        raise ConfigError(
+            f"{folder / RESULT_FILE} must have one of {', '.join(NAMES)} as attention,"
+            f" got {result['attention']}"
+        )
+    settings = read_noted_config(folder)
     for name in ("seed", "output_dir"):
         settings["train"].pop(name, None)
     return LRARun(folder, result, settings)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 
 from nalaformer_hf.files import write_whole
 from nalaformer_hf.training.errors import ConfigError
+from nalaformer_hf.training.progress import FiguresInBar
 
 RESULTS_FILE = "results.jsonl"
 
@@ -54,7 +55,10 @@ def train(
         logging_strategy="no",
         dataloader_pin_memory=False,
     )
-    Trainer(model=model, args=arguments, train_dataset=data).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    if trainer.pop_callback(ProgressCallback) is not None:  # it writes to where the table goes
+        trainer.add_callback(FiguresInBar())
+    trainer.train()
 
 
 def distinct_seeds(seeds: Sequence[int]) -> list[int]:
@@ -102,10 +106,14 @@ def _read_whole_lines(path: Path) -> list[Run]:
     runs = []
     for number, line in enumerate(lines, start=1):
         try:
-            runs.append(json.loads(line))
+            run = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
             if number < len(lines):
                 raise ConfigError(f"{path}: line {number} is not a run: {error}") from error
+            continue
+        if not isinstance(run, dict) or not isinstance(run.get("settings"), dict):
+            raise ConfigError(f"{path}: line {number} is not a run: {run}")
+        runs.append(run)
     return runs
 
 

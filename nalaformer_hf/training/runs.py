@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from transformers import TrainerState, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from yaml import YAMLError
 
 from nalaformer_hf.files import write_whole
 from nalaformer_hf.training.checkpoints import last_complete_checkpoint
@@ -113,11 +115,35 @@ def _open_run(config: RunConfig, *, resume: bool, kept: Sequence[str], made: Seq
         for name in made:
             shutil.rmtree(folder / name, ignore_errors=True)
     elif noted.is_file():
-        _check_same_run(OmegaConf.to_container(OmegaConf.load(noted)), config.to_dict(), kept)
+        _check_same_run(read_noted_config(folder), config.to_dict(), kept)
     else:
         logger.warning("train.output_dir %s holds no run to resume: it begins here", folder)
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(config.to_dict()), noted)
+    write_whole(noted, OmegaConf.to_yaml(OmegaConf.create(config.to_dict())))
+
+
+def read_noted_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration that a run has noted, as sections of options.
+
+    Args:
+        folder: The folder of the run.
+
+    Raises:
+        ConfigError: There is none, or the file is damaged.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        noted = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder} must hold a run: it has no {CONFIG_FILE}") from error
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no configuration of a run: {error}") from error
+    wanted = ("model", "data", "train")
+    if not isinstance(noted, dict) or not all(isinstance(noted.get(name), dict) for name in wanted):
+        raise ConfigError(
+            f"{path} is no configuration of a run: it must have the sections {', '.join(wanted)}"
+        )
+    return {str(name): options for name, options in noted.items()}
 
 
 def _check_same_run(before: Any, now: dict[str, Any], kept: Sequence[str]) -> None:
@@ -136,8 +162,8 @@ def changed_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{section}.{name}"
         for section, options in now.items()
-        for name in dict.fromkeys([*options, *before[section]])
-        if before[section].get(name) != options.get(name)
+        for name in dict.fromkeys([*options, *before.get(section, {})])
+        if before.get(section, {}).get(name) != options.get(name)
     ]
 
 

@@ -56,10 +56,11 @@ def test_unknown_model_args_are_refused_in_a_sentence(checkpoint, capsys):
     assert "unexpected keyword argument 'foo'" in error
 
 
-def test_two_folders_of_definitions_are_refused(checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize(("flag", "value"), [("--include_path", "tasks"), ("--cache_requests", "true")])
+def test_what_does_not_go_with_local_items_is_refused(checkpoint, tmp_path, capsys, flag, value):
     command = ["eval", "lm", "--model", checkpoint, "--data-dir", str(tmp_path), "--tasks", "piqa"]
-    assert cli.main([*command, "--include_path", str(tmp_path)]) == 1
-    assert "--data-dir and --include_path exclude each other" in capsys.readouterr().err
+    assert cli.main([*command, flag, value]) == 1
+    assert f"--data-dir and {flag} exclude each other" in capsys.readouterr().err
 
 
 def test_other_commands_know_their_own_flags_only(capsys):

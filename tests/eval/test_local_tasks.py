@@ -88,6 +88,35 @@ def test_files_without_records_are_refused(data_dir, tmp_path, text, message):
         write_local_tasks(data_dir, tmp_path)
 
 
+HELLASWAG = {"activity_label": "Heat", "ctx_a": "The sun", "ctx_b": "", "endings": list("abcd"), "label": "1"}
+WINOGRANDE = {"sentence": "The sun warms _ .", "option1": "it", "option2": "us", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    ("file", "item", "changes", "message"),
+    [
+        ("piqa/validation", PIQA, {"label": 5}, "'label' must be one of 0, 1, got 5"),
+        ("piqa/validation", PIQA, {"goal": 3}, "'goal' must be a text, got 3"),
+        ("arc_easy/test", ARC, {"answerKey": "E"}, "'answerKey' must be a label of its choices, got 'E'"),
+        ("arc_easy/test", ARC, {"choices": ["a", "b"]}, "'choices' must be .* got .'a', 'b'."),
+        ("arc_easy/test", ARC, {"choices": {"text": ["a"], "label": ["A", "B"]}}, "as many texts as labels"),
+        ("hellaswag/validation", HELLASWAG, {"endings": "abcd"}, "'endings' must be a list of four texts"),
+        ("hellaswag/validation", HELLASWAG, {"label": "7"}, "'label' must be one of '0', '1', '2', '3'"),
+        ("winogrande/validation", WINOGRANDE, {"answer": 1}, "'answer' must be one of '1', '2', got 1"),
+        ("winogrande/validation", WINOGRANDE, {"sentence": "no gap"}, "'sentence' must be a text with a _"),
+        ("lambada_openai/test", {"text": "the sun"}, {"text": 5}, "'text' must be a text that is not empty"),
+        ("wikitext/test", {"page": "the sun"}, {"page": " "}, "'page' must be a text that is not empty"),
+    ],
+)
+def test_records_with_wrong_values_are_refused(tmp_path, file, item, changes, message):
+    data_dir = tmp_path / "data"
+    write_items(data_dir / f"{file}.jsonl", item, item)
+    write_local_tasks(data_dir, tmp_path)
+    write_items(data_dir / f"{file}.jsonl", item, item | changes)
+    with pytest.raises(ConfigError, match=rf"line 2 of .*{file}\.jsonl: .*{message}"):
+        write_local_tasks(data_dir, tmp_path)
+
+
 def make_wheel(path, tmp_path) -> None:
     """A wheel with the layout of the real one and invented items."""
     tokenizer = Tokenizer(

@@ -62,9 +62,10 @@ def test_a_half_written_last_line_costs_no_finished_run(tmp_path):
     assert [json.loads(line) for line in results.read_text().splitlines()] == again
     results.write_bytes(whole[:-1])
     assert run_sweep(tmp_path, [*points, Point(3, 1, 20)], seeds=[0], settings=SETTINGS)[:2] == runs
-    results.write_bytes(whole[20:])
-    with pytest.raises(ConfigError, match="line 1 is not a run"):
-        run_sweep(tmp_path, points, seeds=[0], settings=SETTINGS)
+    for start in (whole[20:], b"[1]\n" + whole, b'{"seed": 0}\n' + whole):
+        results.write_bytes(start)
+        with pytest.raises(ConfigError, match="line 1 is not a run"):
+            run_sweep(tmp_path, points, seeds=[0], settings=SETTINGS)
 
 
 def test_a_seed_given_twice_is_one(tmp_path):

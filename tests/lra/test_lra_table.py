@@ -101,6 +101,28 @@ def test_broken_results_are_refused(tmp_path, text, message):
         read_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("accuracy", None), ("accuracy", "high"), ("attention", "other"), ("sizes", 3)]
+)
+def test_results_without_what_the_table_needs_are_refused(write_run, name, value):
+    folder = write_run("text", "nala", 0, 0.6)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {name: value}))
+    with pytest.raises(ConfigError, match=rf"result\.json must have .*{name}"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- 1", b"", b"\xff\xfe"])
+def test_damaged_configurations_are_refused(write_run, content):
+    folder = write_run("text", "nala", 0, 0.6)
+    (folder / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml is no configuration of a run"):
+        read_run(folder)
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"must hold a run: it has no config\.yaml"):
+        read_run(folder)
+
+
 def test_command_prints_the_table(write_run, tmp_path, capsys):
     assert cli.main(["eval", "lra"]) == 0
     assert "| Performer | 18.01 |" in capsys.readouterr().out
